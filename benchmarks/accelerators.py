@@ -40,6 +40,6 @@ class Accelerators(TorchDispatchMode):
 
 
 def accelerators(gflops_per_second: float) -> AbstractContextManager[object]:
-    """Return a context that emulates accelerators with this rate. If the rate is 0, matmuls run at the CPU's own
-    speed."""
+    """Return a context that emulates devices with ``gflops_per_second`` GFLOP/s. If it is 0, matmuls run at the
+    CPU's own speed."""
     return Accelerators(gflops_per_second * 1e9) if gflops_per_second else nullcontext()

@@ -2,8 +2,9 @@
 
     python -m benchmarks.checkpoint_cost [--hidden 512] [--rounds 7] [--folder DIR]
 
-The benchmark has one process. It alternates between saves (or loads) with and without these checks. A ratio is the time
-with checks divided by the time without checks. The benchmark prints the median, the smallest, and the largest ratio.
+The benchmark has one process. It alternates between saves (or loads) with these checks and saves (or loads) without
+them. A ratio is the time with checks divided by the time without checks. The benchmark prints the median, the smallest,
+and the largest ratio.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def ratio(
     before: Callable[[], object] = lambda: None,
 ) -> float:
     """Return the time of a call with checks divided by its time without checks. Both variants run twice, in the order
-    ABBA, so that neither profits from its position."""
+    ABBA, so that neither variant profits from its position."""
     seconds = {True: 0.0, False: 0.0}
     for checks in (True, False, False, True):
         before()

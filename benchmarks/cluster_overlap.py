@@ -81,7 +81,8 @@ def _shards_per_node(grid_sizes: dict[str, int]) -> int:
 
 
 def _rows(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Return each row's median seconds, and the medians of three ratios. Each ratio compares times of one round.
+    """Return each row's median seconds, and the medians of three ratios. Each ratio compares two times of the same
+    round.
 
     - faster: speed relative to the step without overlap.
     - over_longer: time divided by the time of *computation* or *communication*, whichever takes longer.

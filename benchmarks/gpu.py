@@ -51,8 +51,8 @@ clock = time.monotonic
 
 @dataclass(frozen=True)
 class Part:
-    """A program to run. ``words`` are its arguments. In them, the path of a file replaces ``{json}``, and the program
-    writes its figures to this file. If ``prints`` is True, the program prints the figures instead."""
+    """A program to run. ``words`` are its arguments. In these arguments, the path of a file replaces ``{json}``, and
+    the program writes its figures to this file. If ``prints`` is True, the program prints the figures instead."""
 
     words: list[str]
     seconds: float
@@ -111,7 +111,8 @@ def begin_of_line(begin: float) -> str:
 
 
 def chosen(arguments: argparse.Namespace, environment: dict[str, str]) -> dict[str, Part]:
-    """Return the parts that the user has named with --only, in this order. Without --only, return all parts."""
+    """Return the parts that the user has named with --only, in the order of these names. Without --only, return all
+    parts."""
     every = parts(arguments, environment)
     unknown = [name for name in arguments.only or [] if name not in every]
     if unknown:
@@ -185,8 +186,8 @@ def _run(
     out: Path,
     environment: dict[str, str],
 ) -> None:
-    """Run a part, and put its result into ``outcome``, the part's entry in the record. Also put figures there as soon
-    as the part has written them, so that they are kept if the part is killed later."""
+    """Run a part, and put its result into ``outcome``, the part's entry in the record. Also put figures into
+    ``outcome`` as soon as the part has written them, so that they are kept if the part is killed later."""
     begin, figures = clock(), work / f"{name}.json"
     words = [word.replace("{json}", str(figures)) for word in part.words]
     outcome["result"] = "cut off with the whole program"

@@ -22,7 +22,8 @@ SIZES = {
     "olmoe": (64, 2048, 1024, 1024),
     "qwen3-30b-a3b": (128, 2048, 768, 512),
 }
-"""The number of experts, of inputs, of outputs, and the mean number of rows per expert."""
+"""By model: the number of experts, of input features, and of output features, and the mean number of rows (tokens) per
+expert."""
 TINY = {"tiny": (4, 64, 48, 8)}
 
 
@@ -45,7 +46,7 @@ def main() -> int:
 
 
 def speeds(experts: int, inputs: int, outputs: int, mean: int, device: torch.device, rounds: int) -> dict[str, float]:
-    """Return the TFLOP/s of grouped matmuls, of the loop, and of the single matmul."""
+    """Return the TFLOP/s of grouped matmuls, of the loop, and of the single matmul, by the table's columns."""
     generator = torch.Generator().manual_seed(0)
     counts = torch.randint(mean // 2, mean * 3 // 2, (experts,), generator=generator)
     groups, sizes = Groups(counts.to(device)), counts.tolist()

@@ -33,7 +33,7 @@ SIZES: list[tuple[int, int, int]] = [
     (1, 64, 8),
     (77, 72, 7),
 ]
-"""Length, head width, and number of query heads per key-value head."""
+"""For each case, the length, the head width, and the number of query heads per key-value head."""
 TINY = [(64, 64, 4), (33, 80, 7)]
 KEYS = ("type", "mask", "length", "width", "group")
 Tensors = tuple[Tensor, ...]

@@ -31,7 +31,8 @@ functions, which are not listed."""
 
 
 class Collective(NamedTuple):
-    """A recorded collective of a step, with all that is needed to run it again."""
+    """A recorded collective of a step: the function that was called, its tensors' shapes and dtypes, and its group.
+    With these, the collective can run again."""
 
     call: Callable[..., Any]
     shapes: list[tuple[torch.Size, torch.dtype]]

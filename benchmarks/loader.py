@@ -19,7 +19,7 @@ from fourfold.data.indexed import IndexedWriter
 from fourfold.data.loader import Loader
 
 SIZES = ((2048, 8), (8192, 8), (2048, 64))
-"""Sequence length, and number of sequences in a batch."""
+"""For each case, the sequence length and the number of sequences in a batch."""
 TINY = ((64, 8),)
 
 

@@ -1,4 +1,4 @@
-"""Compare the training speed of a mixture-of-experts model on a CPU with other ways to train it.
+"""Compare the speed of several ways to train a mixture-of-experts model on a CPU, with fourfold and with transformers.
 
     python -m benchmarks.moe_cpu [--rounds 7] [--only one|four] [--json results.json]
 
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def _row(times: Times, ours: str, name: str, tokens: int) -> dict[str, Any]:
-    """Print another step's time divided by the time of fourfold's step, and return the row of the table."""
+    """Print how many times as fast the step ``ours`` is as the step ``name``, and return the table row of ``name``."""
     speed, goal = tokens / statistics.median(times[name]), GOALS.get(name)
     every, found = ratios(times, ours, name), ratio(times, ours, name)
     low, _, high = statistics.quantiles(every, n=4) if len(every) > 1 else every * 3

@@ -34,7 +34,7 @@ from fourfold.verification.batches import random_micro_batches
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
 MICRO_BATCHES = (2, 8)
-"""Numbers of micro-batches per stage."""
+"""Numbers of micro-batches in a step, divided by the number of pipeline ranks."""
 
 MODEL = {"preset": "llama-tiny", "hidden_size": 256, "head_dim": 32, "intermediate_size": 704, "num_hidden_layers": 8}
 COMPUTED = ("F", "B", "I", "W")
@@ -61,7 +61,7 @@ def run_of(pp: int, schedule: str, micro_batches: int, device: str) -> RunConfig
 
 
 def idle_shares(place: Place, run: RunConfig, steps: int) -> list[float]:
-    """Train some steps. For every step except the first, return how much of the time the ranks are idle."""
+    """Train some steps. For every step except the first, return the fraction of the time that the ranks are idle."""
     device = choose_device(place, run.training.device)
     job = Job(run, Grid(run.parallel, device.type), device)
     draw_quickly(job)

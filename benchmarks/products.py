@@ -46,8 +46,8 @@ GRIDS = {
     "gpt-80b": {"x": 8, "y": 4},
     "gpt-320b": {"x": 16, "y": 4},
 }
-"""For each preset, the grid of its rank. GPT-60B has the same layers as GPT-40B, and GPT-160B has the same layers as
-GPT-80B, so they are left out."""
+"""For each preset, a typical grid. The matmuls are as large as on one rank of this grid. GPT-60B has the same layers as
+GPT-40B, and GPT-160B has the same layers as GPT-80B, so GPT-60B and GPT-160B are left out."""
 
 
 def main() -> int:

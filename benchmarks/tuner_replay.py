@@ -6,10 +6,10 @@ A sweep is a set of measured rows (published step times) that differ only in lay
 columns of rows. No training runs: the result of each trial comes from the sweep. The planner's constants are fitted to
 all rows outside the sweep. For a second figure ("machine out"), they are fitted only to rows of other machines.
 
-The tuner is compared with Optuna's TPE and with random choices without repeats. If these choose illegal layouts, this
-does not count as a trial. Each search runs on two spaces: on the measured layouts, and on all legal layouts with the
-sweep's values of tp, pp, micro-batch size, and ZeRO. In the second space, a layout that was not measured counts as a
-crashed trial.
+The tuner is compared with Optuna's TPE and with random choices without repeats. If TPE or a random choice proposes an
+illegal layout, this does not count as a trial. Each search runs on two spaces: on the measured layouts, and on all
+legal layouts with the sweep's values of tp, pp, micro-batch size, and ZeRO. In the second space, a layout that was not
+measured counts as a crashed trial.
 """
 
 from __future__ import annotations

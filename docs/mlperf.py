@@ -71,7 +71,7 @@ BENCHMARKS = (
 
 
 def row(benchmark: Benchmark, gpus: int, best: Prediction) -> tuple[str, ...]:
-    """Return the cells of one number of GPUs. ``best`` is the fastest layout."""
+    """Return the cells of the table's row for one number of GPUs. ``best`` is the fastest layout."""
     batch = benchmark.batch(gpus)
     return (
         f"{gpus:,}",

@@ -59,8 +59,8 @@ class Cell(NamedTuple):
 
 
 def fastest(machine: str, model: str, gpus: int, batch: int, fixed: Iterable[dict[str, int]]) -> Prediction | None:
-    """Search once for each dictionary in ``fixed``, with the axis sizes in it. Return the fastest layout of all
-    searches, or None if no layout is legal and fits."""
+    """Search once for each dictionary in ``fixed``, with the axis sizes in this dictionary. Return the fastest layout
+    of all searches, or None if no layout is legal and fits."""
     where, found = load_machine(machine), []
     for sizes in fixed:
         limits = replace(LIMITS, fixed=(*LIMITS.fixed, *sizes.items()))

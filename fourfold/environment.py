@@ -1,4 +1,4 @@
-"""Read this process's rank and its job's size from the environment variables of torchrun or srun."""
+"""Read this process's rank and the size of its job from the environment variables of torchrun or srun."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Place:
 
 
 def read_environment(environ: Mapping[str, str]) -> Place | None:
-    """Read this process's rank and its job's size from the launcher's variables. Return None without a launcher.
+    """Read this process's rank and the size of its job from the launcher's variables. Return None without a launcher.
 
     A process in an srun step with one task counts as started without a launcher, because users also start shells and
     torchrun that way.
@@ -61,7 +61,7 @@ def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
     host, default_port = environ.get("MASTER_ADDR", ""), 29_500
     if place.launcher == "slurm":
         host = host or first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
-        # Derive the port from the job id, because several jobs can share a node. The result stays below the ports that
+        # Derive the port from the job id, because several jobs can share a node. The port stays below the ports that
         # the kernel gives to other connections.
         default_port = 10_000 + _integer(environ, "SLURM_JOB_ID", default=0) % 20_000
     if not host:

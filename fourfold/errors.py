@@ -11,13 +11,13 @@ LONGEST = 1200
 
 class UserError(ValueError):
     """A user's mistake. The message is one sentence that says what is wrong, where, and what would work. The command
-    line prints it and exits with code 2."""
+    line prints the message and exits with code 2."""
 
 
 @contextmanager
 def given_as(option: str) -> Iterator[None]:
-    """Prefix each ``UserError`` in the block with the option or key whose value caused it. The code that raises the
-    error does not know the option. Messages that already begin with an option stay unchanged."""
+    """Put the option or key whose value is wrong before the message of each ``UserError`` of the ``with`` block. The
+    code that raises the error does not know the option. Messages that already begin with an option stay unchanged."""
     try:
         yield
     except UserError as error:
@@ -25,7 +25,8 @@ def given_as(option: str) -> Iterator[None]:
 
 
 def sentence(error: Exception) -> str:
-    """Return an error's message as one line of at most ``LONGEST`` printable characters, plus an ellipsis."""
+    """Return an error's message as one line of printable characters. If the message is longer than ``LONGEST``
+    characters, an ellipsis replaces its middle."""
     text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in str(error).strip())
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 200]} … {text[-200:]}"
 

@@ -9,9 +9,10 @@ CRASH = 1
 REFUSED = 2
 """The command was refused because of a user's mistake. The same command will fail again."""
 STOPPED = 3
-"""The job has saved and stopped after a signal or after max_wall_time. The same command continues it."""
+"""After a signal or after max_wall_time, the job has saved a checkpoint and stopped. The same command continues the
+job."""
 HANG = 4
-"""The watchdog ended the job. The same command continues from the newest checkpoint."""
+"""The job hung, and the watchdog ended it. The same command continues the job from the newest checkpoint."""
 
 
 def ended_by(signum: int) -> int:

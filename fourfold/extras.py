@@ -53,7 +53,7 @@ def require_extra(module: str, extra: str, purpose: str) -> None:
 
 
 def drop_harmless_warnings() -> None:
-    """Suppress only the warnings that this module lists."""
+    """Suppress the harmless warnings that ``HARMLESS`` and ``RENAMED`` describe."""
     warnings.filterwarnings("ignore", RENAMED, category=FutureWarning)
     for name in HARMLESS:
         logging.getLogger(name).addFilter(_is_worth_printing)

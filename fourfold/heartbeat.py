@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 GROUPS = 64
-"""Number of process groups with their own entry in the shared memory. A grid has at most about thirty."""
+"""Number of process groups with their own entry in the shared memory. A grid has at most about thirty groups."""
 
 _HEAD, _TEXT = struct.Struct("<QQQQd"), 512
 _GROUP, _COUNT = struct.Struct("<Q56s"), struct.Struct("<Q")
@@ -30,7 +30,7 @@ class Beat(NamedTuple):
     number: int
     """Number of heartbeats so far."""
     steps_begun: int
-    """Number of steps that this process has begun. The first step still counts as start-up."""
+    """Number of steps that this process has begun. The watchdog counts the first step as start-up."""
     signs_before_step: int
     """Number of heartbeats before the current step began."""
     step: int
@@ -40,7 +40,7 @@ class Beat(NamedTuple):
     doing: str
     """Description of the action that the process has begun."""
     entered: dict[str, int]
-    """Number of collectives that this process has entered, by process group."""
+    """Number of collectives that this process has entered, by the name of the process group."""
 
 
 class Heartbeat:
@@ -58,14 +58,14 @@ class Heartbeat:
         is an iterator, because two threads may increment it at the same time."""
 
     def begin_step(self, step: int) -> None:
-        """Record that step ``step`` begins, counted from 0."""
+        """Record that a training step begins. ``step`` is its number, counted from 0."""
         self._begun += 1
         self._step, self._before = step + 1, self._count
         self.beat("reading the batch")
 
     def join(self, group: str) -> tuple[int, Iterator[int]]:
         """Record that this process belongs to a process group. Return the offset of the group's entry in the shared
-        memory, and the counter of its collectives."""
+        memory, and the counter of the group's collectives."""
         if group not in self._entered:
             # The shared memory has ``GROUPS`` entries for groups with a name. All further groups share one entry
             # without a name.
@@ -115,7 +115,7 @@ def join(group: str) -> None:
 
 
 def begin_step(step: int) -> None:
-    """Record that training step ``step`` begins, counted from 0."""
+    """Record that a training step begins. ``step`` is its number, counted from 0."""
     if _current is not None:
         _current.begin_step(step)
 

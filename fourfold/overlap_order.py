@@ -48,9 +48,9 @@ def run_batch_parts(workers: Iterable[Steps[T]], runs_ahead: bool) -> list[T]:
     Args:
         workers: The steps of each part.
         runs_ahead: Whether a part may run out of turn to hide more communication. If False, the parts take turns. If
-            True, a part runs only after another part's matmul has hidden the part's most recent collective. If all
-            parts wait for such a matmul, one of them runs anyway. If several parts can run, a part that starts an
-            all-gather next runs first, so that matmuls also hide this all-gather.
+            True, a part that has started a collective waits until another part has run a matmul, which hides the
+            collective. If all parts wait for such a matmul, one of them runs anyway. If several parts can run, a part
+            that starts an all-gather next runs first, so that matmuls also hide this all-gather.
 
     Returns:
         The results of the parts, in the order of `workers`.

@@ -11,7 +11,7 @@ TOO_DEEP = "its lists or tables are nested too deeply"
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Return the value of a JSON text.
+    """Parse a JSON text, and return its value.
 
     Raises:
         ValueError: The text is not valid JSON, or is nested too deeply.
@@ -23,7 +23,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the table of a TOML text.
+    """Parse a TOML text, and return its keys and values.
 
     Raises:
         ValueError: The text is not valid TOML, or is nested too deeply.

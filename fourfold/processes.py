@@ -83,8 +83,8 @@ def keep_gloo_local() -> None:
 
 
 def prepare_environment(world_size: int) -> None:
-    """Give this process its share of the cores, and make gloo use the loopback interface, unless the user has set the
-    environment variables. Call this before importing torch."""
+    """Set environment variables that give this process an equal share of the cores and make gloo use the loopback
+    interface. Variables that the user has set stay unchanged. Call this before importing torch."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // world_size)))
     keep_gloo_local()
 
@@ -133,7 +133,7 @@ def lossy_output(any_error: bool = False) -> Iterator[None]:
 
 
 def _lossy(stream: TextIO | None, errors: frozenset[int] | None) -> TextIO:
-    """Return a new stream that writes to the same file, and discards output that cannot be written.
+    """Return a new stream that writes to the file of ``stream``, and discards output that cannot be written.
 
     Return the given stream itself if it is not an ordinary file stream, or if it must still report the error of an
     earlier write.
@@ -149,7 +149,7 @@ def _lossy(stream: TextIO | None, errors: frozenset[int] | None) -> TextIO:
     try:
         stream.flush()
     except OSError as error:
-        # The stream's buffer may hold an earlier warning, and writing it may fail.
+        # The buffer held earlier output, such as a warning, and writing this output failed.
         if errors is not None and error.errno not in errors:
             return stream
     return io.TextIOWrapper(

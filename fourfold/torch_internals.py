@@ -45,7 +45,7 @@ class MeshWithGroups(DeviceMesh):
         self._other_groups: dict[Any, Any] = {**earlier, **groups}
 
     def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
-        """Return the process group of a dim."""
+        """Return the process group of a dim. If the dim has a custom group, return the custom group."""
         other: dist.ProcessGroup | None = self._other_groups.get(mesh_dim)
         return super().get_group(mesh_dim) if other is None else other
 
@@ -81,7 +81,8 @@ def run_forward_hooks(module: nn.Module, outputs: list[Tensor]) -> None:
 
 
 def schedule_actions(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int) -> list[list[Any]]:
-    """Return the actions of each pipeline rank in one of torch's schedules. None stands for an idle rank."""
+    """Return the list of actions of each pipeline rank in one of torch's schedules. In such a list, None means that the
+    rank is idle."""
     # Import the module only here, because the import takes long.
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 

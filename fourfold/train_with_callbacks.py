@@ -10,11 +10,11 @@ from fourfold.training.trainer import CallbackMaker, train
 
 
 def train_with_callbacks(place: Place, run: RunConfig, profile: bool) -> Outcome:
-    """Train a run. Every process of the job calls this.
+    """Train the model of a run file. Every process of the job calls this.
 
     Args:
         place: The rank of this process, and the size of the job.
-        run: The run.
+        run: The run file.
         profile: Whether to profile a few steps. The traces are in the folder ``profile`` of the run's folder.
 
     Returns:

@@ -53,7 +53,7 @@ def read_text_file(path: Path, what: str, instead: str) -> str:
     Args:
         path: The file.
         what: The option or key that named the file. The error message begins with it.
-        instead: What would work instead. The error message ends with it.
+        instead: What would work, such as "give a TOML file". The error message ends with it.
 
     Raises:
         UserError: The path is not a file, cannot be read, or is not UTF-8.
@@ -68,10 +68,10 @@ def read_text_file(path: Path, what: str, instead: str) -> str:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Check every file of a model's folder that fourfold or transformers may read.
+    """In a model's folder, check every file that fourfold or transformers may read.
 
-    A link may lead to a file in the folder. In the Hub's cache, it may also lead to the `blobs` folder of the same
-    repository.
+    A link may lead to a file in the folder. In the Hub's cache, a link may also lead to the `blobs` folder of the
+    same repository.
 
     Raises:
         UserError: A link leads to any other place (an export would publish the target of the link). Or a file is not a
@@ -97,7 +97,7 @@ def check_model_folder(folder: Path) -> None:
 
 
 def _check_index(index: Path) -> None:
-    """Raise ``UserError`` if an index of tensors names a path. An index may only name files in its own folder."""
+    """Raise ``UserError`` if a tensor index (``*.index.json``) names a file outside the folder of the index."""
     try:
         listed = dict(parse_json(index.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError):

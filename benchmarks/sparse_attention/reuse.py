@@ -66,7 +66,7 @@ def variant(basis: LokiBasis, budget: float, d: int, across: Across) -> Loki | N
         basis: The model's basis.
         budget: Share of the bytes that dense attention reads.
         d: Number of components.
-        across: See ``ReusingLoki``. None does not reuse choices.
+        across: Which choices are reused (see ``ReusingLoki``). None reuses no choices.
     """
     layers = len(basis.best)
     part = {None: 1.0, "layers": (layers + 1) // 2 / layers, "steps": 0.5}[across]

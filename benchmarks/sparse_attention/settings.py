@@ -147,13 +147,14 @@ def loki_with_defaults(setup: Setup) -> Loki:
 
 
 def loki_scoring(name: str, budget: float, setup: Setup) -> float:
-    """Return how many elements a variant of Loki reads per key for its scores."""
+    """Return how many elements of the cache a variant of Loki reads per key for its scores."""
     dims = setup.dims[name, budget]
     return math.ceil(dims / PER_BYTE) / ELEMENT_BYTES if VARIANTS[name].is_coded else dims
 
 
 def loki(name: str, settings: LokiSettings, budget: float, length: int, setup: Setup) -> Rival | None:
-    """Return a variant of Loki, or None if no key fits into the budget or a head has fewer components."""
+    """Return a variant of Loki. Return None if no key fits into the budget, or if the chosen number of components is
+    larger than ``head_dim``."""
     dims = setup.dims[name, budget]
     of_sum = SUM_ELEMENTS * setup.basis.head_dim if settings.is_coded else 0
     k = keys_within(budget, length, setup.basis.head_dim, loki_scoring(name, budget, setup) * length + of_sum)

@@ -56,8 +56,8 @@ def main() -> None:
 
 
 def windows(texts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Cut texts into windows of ``WINDOW`` tokens. Each window begins with its text's first token. The tokens that are
-    decoded differ between windows."""
+    """Cut texts into windows of ``WINDOW`` tokens. Each window begins with its text's first token. No token is decoded
+    in more than one window."""
     rest, stride = WINDOW - 1, WINDOW - PROMPT
     return [[text[0], *text[at : at + rest]] for text in texts for at in range(1, len(text) - rest + 1, stride)]
 

@@ -60,8 +60,8 @@ def coverage(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def order_factor(scored: Sequence[Scored]) -> float:
-    """Return how far two predicted times must be apart, as a ratio, so that the measured times have the same order with
-    a probability of 95 %.
+    """Return how far two predicted times must be apart, as a ratio, so that the measured times have the predicted order
+    with a probability of 95 %.
 
     In each sweep, the layout with the shortest predicted time is compared with every layout whose predicted time is
     close. For each pair, we compute the ratio of the two measured times and the ratio of the two predicted times, and

@@ -108,8 +108,8 @@ def left_out_section(rows: list[Row], left_out: dict[str, list[Scored]]) -> list
 
 
 def error_rows(scored: list[Scored], by: str) -> list[tuple[str, ...]]:
-    """Return the rows of a table of errors: for all rows, for each source or machine, for doubtful rows, and for the
-    dense rows that belong to none of these groups."""
+    """Return the lines of a table of errors: for all dense measurements (``dense``), for each source or machine, for
+    doubtful measurements, and for the measurements of dense models that belong to none of these groups."""
     result = summary(scored)
     groups = {"all": dense(scored)}
     for s in dense(scored):

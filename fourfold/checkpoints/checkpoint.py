@@ -7,12 +7,12 @@ A checkpoint stores parts of global tensors (the full tensors, before the grid c
         …
         layout.json                 which file has which part of which tensor
         state.json                  step, model sizes, random state
-        manifest-<checksum>.json    size and checksum of every file
+        manifest-<checksum>.json    size and checksum of every other file
 
 Tensors are named `model.<name>`, `optimizer.<moment>.<name>`, and `average.<name>`. A checkpoint is written under a
-temporary name, and renamed when every process has written its file. So it exists completely or not at all. While
-saving, the processes send no tensors to each other. They exchange only the layout, and the sizes and checksums of their
-files.
+temporary name. When every process has written its file, rank 0 *publishes* the checkpoint: it renames the folder. So a
+checkpoint is complete, or it does not exist. While saving, the processes send no tensors to each other. They exchange
+only the layout, and the sizes and checksums of their files.
 """
 
 import shutil
@@ -65,8 +65,8 @@ class Checkpointer:
 
     Args:
         folder: Folder of the run's checkpoints.
-        job: The job to save.
-        config: The section [checkpoint].
+        job: The job to save: the model on the grid, with its optimizer.
+        config: The section [checkpoint] of the run file.
         stream_position: Function that returns the position in a streamed dataset after a given number of steps. Every
             process calls it.
         first_samples: Digests that reveal whether the data on disk has changed (`Corpora.first_samples`).
@@ -215,7 +215,8 @@ class Checkpointer:
 
 
 def set_aside(checkpoint: Path, damage: DamagedCheckpoint) -> Path:
-    """Rename a damaged checkpoint, and return the newest other checkpoint. Every process must call this.
+    """Rename a damaged checkpoint, and return the newest of the other checkpoints in the same folder. Every process
+    must call this.
 
     Raises:
         DamagedCheckpoint: There is no other checkpoint. The user must decide whether to start from the beginning.
@@ -238,12 +239,12 @@ def set_aside(checkpoint: Path, damage: DamagedCheckpoint) -> Path:
 
 
 def load_newest(path: Path, job: TrainingState, fall_back: bool) -> tuple[Path, int]:
-    """Load a checkpoint. Every process must call this.
+    """Load a checkpoint. With `fall_back`, load another one if the checkpoint is damaged. Every process must call this.
 
     Args:
-        path: The checkpoint.
-        job: The job to fill.
-        fall_back: Whether to rename damaged checkpoints, and load the newest undamaged checkpoint instead.
+        path: The checkpoint to try first.
+        job: The job whose weights and other state are loaded.
+        fall_back: Whether to rename a damaged checkpoint, and try the newest of the other checkpoints in its folder.
 
     Returns:
         The loaded checkpoint, and its number of finished steps.

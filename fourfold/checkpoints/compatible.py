@@ -15,9 +15,9 @@ def changed(path: Path, was: str, now: str) -> UserError:
     """Return the error for a run file that does not fit its checkpoint.
 
     Args:
-        path: The checkpoint.
-        was: What the checkpoint has.
-        now: What the run file has.
+        path: The checkpoint's folder.
+        was: What the message says about the checkpoint, such as "was trained with lora.rank = 8".
+        now: The value in the run file, such as "16".
     """
     return UserError(
         f"the checkpoint {path} {was}, but the run file has {now}; restore the old value, or set checkpoint.resume = "
@@ -43,7 +43,7 @@ def check_can_resume(path: Path, state: CheckpointState, run: RunConfig) -> None
     Model, adapters, optimizer, and the order of samples must be the same.
 
     Raises:
-        UserError: A key of the run file differs. The message names it.
+        UserError: A key of the run file differs. The message names the key.
     """
     check_same_model(path, state, run.model)
     _check_same_adapters(path, state, run)

@@ -1,7 +1,9 @@
 """Read and write `layout.json`. It maps each part of a tensor to the checkpoint file that holds the part.
 
-Each process writes at most one file. `layout.json` does not list all parts. It has the sizes of the grid, and for each
-tensor the axes that cut it. From these sizes and axes, a process computes which files have the parts that it needs.
+Each process writes at most one file. The axes ep, x, and y cut a tensor into tiles, and data parallelism can cut each
+tile into shards. A part of a tensor is a whole tile or a shard of a tile. `layout.json` does not list all parts. It has
+the sizes of the grid, and for each tensor the axes that cut the tensor. From these sizes and axes, a process computes
+which files have the parts that it needs.
 """
 
 import itertools
@@ -24,7 +26,7 @@ MOST_RANKS = 2**20
 
 TOKEN_AXES = ("dp", "cp", "z")
 CUTTING = ("ep", "x", "y")
-"""Axes that can cut a tensor into tiles. The first axis cuts first."""
+"""Axes that can cut a tensor into tiles. If several axes cut the same dim, they cut it in this order."""
 
 Box = tuple[slice, ...]
 """A part of a tensor, given as one slice per dim."""
@@ -63,12 +65,12 @@ class CheckpointTensors(Strict):
     """The tensors of a checkpoint, and the grid that wrote them."""
 
     sizes: dict[str, int]
-    """Sizes of the grid's axes."""
+    """The size of each axis of the grid, by the axis's name."""
     sharded_over: tuple[str, ...] = Field(strict=False)
     """The axes that cut tiles into shards. The shards of a tile have the sizes that torch.chunk gives."""
     shards_per_node: int = Field(1, ge=1)
-    """Number of ranks per node in a shard group. If it is above 1, the order of the shards differs from the order of
-    the ranks (see `parallel.tensor.sharding.shard_number`)."""
+    """Number of ranks per node among the ranks that hold the shards of one tile. If this number is above 1, the order
+    of the shards differs from the order of the ranks (see `parallel.tensor.sharding.shard_number`)."""
     ep: int = Field(1, ge=1)
     """Number of ranks that together hold one copy of the experts."""
     tensors: dict[str, SavedTensor]
@@ -114,11 +116,11 @@ class CheckpointTensors(Strict):
         return math.prod(self.sizes[axis] for axis in TOKEN_AXES)
 
     def copies(self, tensor: SavedTensor) -> int:
-        """Return the number of processes that hold the same part of a tensor."""
+        """Return how many processes hold a copy of one part of a tensor. All parts have the same number of copies."""
         return self.token_copies(tensor) * math.prod(self.sizes[axis] for axis in self._copied_over(tensor))
 
     def token_copies(self, tensor: SavedTensor) -> int:
-        """Return the number of processes that hold the same part of a tensor and differ only in dp, cp, or z."""
+        """Return how many processes that differ only in dp, cp, or z hold a copy of one part of a tensor."""
         return self.token_ranks // self._experts(tensor) // self._pieces_of(tensor)
 
     def part_of(self, name: str, rank: int) -> Box:
@@ -147,7 +149,7 @@ class CheckpointTensors(Strict):
         return held
 
     def parts(self, name: str, wanted: Box) -> Iterator[tuple[int, Box]]:
-        """Find the parts of a tensor that overlap a box. Yield each part with the rank whose file contains it."""
+        """Find the parts of a tensor that overlap a box. Yield the rank whose file contains the part, then the part."""
         tensor = self.tensors[name]
         for places in itertools.product(*(range(number) for _, number, _ in self._cuts(tensor, {}))):
             place = dict(zip(CUTTING, places, strict=True))
@@ -170,7 +172,7 @@ class CheckpointTensors(Strict):
         return cut(tensor.shape, self._cuts(tensor, place))
 
     def _experts(self, tensor: SavedTensor) -> int:
-        """Return the number of ranks over which ep splits a tensor, or 1 if ep does not cut it."""
+        """Return the number of ranks over which the axis ep splits a tensor, or 1 if ep does not cut the tensor."""
         return 1 if tensor.ep is None else self.ep
 
     def _pieces_of(self, tensor: SavedTensor) -> int:
@@ -181,8 +183,8 @@ class CheckpointTensors(Strict):
         return self.shards_per_node if self._experts(tensor) == 1 and tensor.sharded else 1
 
     def _held_of(self, tensor: SavedTensor, place: Mapping[str, int]) -> tuple[int, int, int]:
-        """Return which part of a tensor a process holds, as three numbers: the ep rank, the index of the shard, and the
-        index of the copy."""
+        """Return which part of a tensor a process holds, as three numbers: the rank on the axis ep, the index of the
+        shard, and the index of the copy."""
         number, pieces = self._number(place, TOKEN_AXES), self._pieces_of(tensor)
         replica, ep = divmod(number, self._experts(tensor))
         token_copy, rank = divmod(replica, pieces)
@@ -232,17 +234,17 @@ class CheckpointTensors(Strict):
 
 
 def file_of(rank: int) -> str:
-    """Return the name of a process's file."""
+    """Return the name of the tensor file that the process with this rank writes."""
     return f"rank_{rank:05}.safetensors"
 
 
 def write_layout(folder: Path, layout: CheckpointTensors) -> None:
-    """Write `layout.json`."""
+    """Write `layout.json` into a checkpoint's folder."""
     (folder / LAYOUT_FILE).write_text(layout.model_dump_json(exclude_defaults=True) + "\n")
 
 
 def read_layout(folder: Path) -> CheckpointTensors:
-    """Read `layout.json`.
+    """Read `layout.json` from a checkpoint's folder.
 
     Raises:
         DamagedCheckpoint: The file is missing, has changed, or is not a valid layout.
@@ -261,7 +263,7 @@ def intersection(some: Box, other: Box) -> Box:
 
 
 def inside(part: Box, whole: Box) -> Box:
-    """Shift a part's coordinates, so that the box ``whole`` starts at 0."""
+    """Return the part in coordinates relative to the start of the box ``whole``."""
     return tuple(slice(p.start - w.start, p.stop - w.start) for p, w in zip(part, whole, strict=True))
 
 

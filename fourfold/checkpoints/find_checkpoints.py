@@ -48,7 +48,7 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def best_checkpoint(folder: Path) -> str | None:
-    """Return the name of the checkpoint with the lowest validation loss, or None if no checkpoint is marked."""
+    """Return the name of the checkpoint with the lowest validation loss, or None if the link `best` is missing."""
     link = folder / BEST
     return link.readlink().name if link.is_symlink() else None
 
@@ -69,7 +69,7 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
         folder: Folder of the run's own checkpoints.
 
     Raises:
-        UserError: The path has no checkpoint.
+        UserError: `resume` is a path without a checkpoint.
     """
     if resume == "never":
         return None

@@ -62,8 +62,8 @@ class TrainingState(GridModel):
     recent: RecentSteps
     best: BestValidation
     copies: CopyStream | None
-    """Copies to host memory that an asynchronous save has started. The optimizer waits for them before it changes the
-    weights."""
+    """Copies of tensors to host memory, which an asynchronous save has started, or None. The optimizer waits for these
+    copies before it changes the weights."""
 
 
 class SavedPart(NamedTuple):
@@ -86,8 +86,8 @@ def trained_parts(job: TrainingState, with_averages: bool) -> PartsByName:
     These are the trained weights with their moments and moving averages, and the biases of routers.
 
     Args:
-        job: The job.
-        with_averages: Whether to include the moving averages, if there are any.
+        job: The model on the grid, with its optimizer.
+        with_averages: Whether to include the moving averages if the job has any.
     """
     parts: dict[str, SavedPart] = {}
     for name, index in _first_copies(job.trained).items():
@@ -124,9 +124,10 @@ def layout_of(parts: PartsByName, grid: Grid, shards_per_node: int = 1) -> Check
       then opens only a few files.
 
     Args:
-        parts: This process's parts of the tensors.
-        grid: The grid.
-        shards_per_node: Number of ranks per node in a shard group (`overlap.shards_per_node`).
+        parts: This process's parts of the tensors, by tensor name.
+        grid: The grid of processes.
+        shards_per_node: Number of ranks per node among the ranks that hold the shards of one tile
+            (`overlap.shards_per_node`).
     """
     layout = own_layout(parts, grid, shards_per_node)
     if grid.pp.size > 1:
@@ -141,7 +142,7 @@ def layout_of(parts: PartsByName, grid: Grid, shards_per_node: int = 1) -> Check
 
 
 def own_layout(parts: PartsByName, grid: Grid, shards_per_node: int) -> CheckpointTensors:
-    """Return the layout with only the tensors of this process's pipeline rank."""
+    """Return the layout that `layout_of` describes, but only with the tensors of this process's pipeline rank."""
     layout = CheckpointTensors(
         sizes={axis: grid.axis(axis).size for axis in AXES},
         sharded_over=("dp", "cp", "z") if grid.sizes.zero else ("z",),

@@ -20,11 +20,11 @@ def write_weights(folder: Path, model: ModelConfig, entries: Sequence[Entry]) ->
 
     Args:
         folder: The folder to write to.
-        model: The model.
-        entries: The full tensors.
+        model: The model that the tensors belong to. `state.json` describes it.
+        entries: The full tensors, with the names that they get in the checkpoint.
 
     Returns:
-        The size of every file in bytes.
+        The size of every tensor file in bytes, by file name.
     """
     files = split_into_files(entries)
     written = {file_of(rank): write_tensors(folder / file_of(rank), tensors) for rank, tensors in enumerate(files)}

@@ -1,9 +1,11 @@
-"""Compute checksums of a checkpoint's files while they are written, and compare them when they are loaded.
+"""Compute checksums of a checkpoint's files while they are written, and compare them when the files are loaded.
 
-    manifest-<checksum of the manifest>.json    size and checksum of every file in the folder
+The manifest stores the checksums. It is one more file in the checkpoint's folder:
 
-The checksums are XXH3 (128 bits), because a core computes them faster than it can read memory. They detect accidental
-damage, but do not protect against an attacker.
+    manifest-<checksum of the manifest>.json    size and checksum of every other file in the folder
+
+The checksums are XXH3 (128 bits), because a CPU core computes them faster than it can read memory. They detect
+accidental damage, but do not protect against an attacker.
 """
 
 import json
@@ -44,10 +46,10 @@ def damaged(path: Path, reason: str) -> DamagedCheckpoint:
 
 
 def seal(folder: Path, written: Mapping[str, Written] | None = None) -> None:
-    """Write the manifest of a checkpoint. All its other files must be complete.
+    """Write the manifest of a checkpoint. All other files of the checkpoint must be complete.
 
     Args:
-        folder: The checkpoint.
+        folder: The checkpoint's folder.
         written: Sizes and checksums that are already known, by file name. The function computes all other sizes and
             checksums.
     """
@@ -59,7 +61,7 @@ def seal(folder: Path, written: Mapping[str, Written] | None = None) -> None:
 
 
 def check_small_file(file: Path) -> None:
-    """Compare the checksum of one file with the manifest.
+    """Compare the checksum of one file with the manifest in the file's folder.
 
     Raises:
         DamagedCheckpoint: The file or the manifest is missing or has changed.
@@ -86,15 +88,14 @@ def check_listing(folder: Path) -> None:
 
 
 def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Check a share of the files: the size of each file, and the content of each file that is not a tensor file. A link
-    is an error.
+    """Check the size of each file, and the content of each file that is not a tensor file. A link is an error.
 
-    ``check_contents`` checks the contents of tensor files.
+    ``check_contents`` checks the contents of tensor files. Several processes can divide the files among them.
 
     Args:
-        folder: The checkpoint.
-        rank: Which share to check.
-        ranks: Number of shares.
+        folder: The checkpoint's folder.
+        rank: Index of this process. It checks every ``ranks``-th file, starting with this index.
+        ranks: Number of processes that divide the files.
 
     Raises:
         DamagedCheckpoint: A file has changed since it was written.
@@ -114,14 +115,14 @@ def check_files(folder: Path, rank: int = 0, ranks: int = 1) -> None:
 
 
 def check_contents(folder: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Compare the checksums of a share of the tensor files with the manifest.
+    """Compare the checksums of the tensor files with the manifest. Several processes can divide the files among them.
 
     If every process wrote a file, and the same grid loads the checkpoint, each process checks the file that it reads.
 
     Args:
-        folder: The checkpoint.
-        rank: Which share to check.
-        ranks: Number of shares.
+        folder: The checkpoint's folder.
+        rank: Index of this process. It checks every ``ranks``-th tensor file, starting with this index.
+        ranks: Number of processes that divide the files.
 
     Raises:
         DamagedCheckpoint: A checksum differs.
@@ -132,7 +133,7 @@ def check_contents(folder: Path, rank: int = 0, ranks: int = 1) -> None:
 
 
 def size_of(folder: Path) -> tuple[int, int]:
-    """Return the number of files and of bytes in a checkpoint, according to its manifest."""
+    """Return the number of files in a checkpoint, and their total size in bytes, according to the manifest."""
     entries = _read_manifest(folder).values()
     return len(entries), sum(entry.size for entry in entries)
 
@@ -171,7 +172,7 @@ def _measure(file: Path) -> Written:
 
 
 def _compute_checksum(file: Path) -> str:
-    """Return the XXH3 checksum of a file. Memory-map the file, which is three times as fast as reading it."""
+    """Return the XXH3 checksum of a file. Memory-mapping the file is three times as fast as reading it."""
     checksum = xxhash.xxh3_128()
     with check_regular(file).open("rb") as opened:
         if size := file.stat().st_size:

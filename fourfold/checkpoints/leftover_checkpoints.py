@@ -46,7 +46,8 @@ def remove_unfinished(folder: Path) -> None:
 def remove(checkpoint: Path) -> None:
     """Remove a checkpoint. If this fails, only print a warning.
 
-    The folder is renamed first. So if the process is killed, no incomplete folder has the name of a checkpoint.
+    The checkpoint's folder is renamed first. So if the process is killed, no incomplete folder has the name of a
+    checkpoint.
     """
     try:
         if checkpoint.is_symlink():

@@ -29,8 +29,8 @@ def entries_of(parts: PartsByName, layout: CheckpointTensors, copies: CopyStream
     """Return the tensors that this process writes.
 
     Args:
-        parts: This process's parts of all tensors.
-        layout: The layout of the checkpoint.
+        parts: This process's parts of all tensors, by tensor name.
+        layout: The content of the checkpoint's `layout.json`.
         copies: If given, start to copy the tensors to host memory now, so that training can continue while the copies
             are written. Call `copies.join` before the tensors change, and `copies.finish` before you write the copies.
     """
@@ -53,10 +53,10 @@ def write_file(
     """Write this process's file.
 
     Args:
-        folder: The checkpoint.
-        layout: The checkpoint's layout.
+        folder: The checkpoint's folder.
+        layout: The content of the checkpoint's `layout.json`.
         entries: The tensors to write, from `entries_of`.
-        copies: If given, first wait until its copies to host memory are complete.
+        copies: The copies to host memory that `entries_of` has started, if any. This function waits for them first.
 
     Returns:
         Size and checksum of the file, or None if there is nothing to write.
@@ -93,12 +93,12 @@ def read_parts(folder: Path, layout: CheckpointTensors, parts: PartsByName) -> N
 
 @torch.no_grad()
 def read_boxes(folder: Path, layout: CheckpointTensors, wanted: dict[str, tuple[Tensor, Box]]) -> None:
-    """Read boxes of global tensors. Each file is opened only once.
+    """Read boxes (parts given as one slice per dim) of global tensors. Each file is opened only once.
 
     Args:
-        folder: The checkpoint.
-        layout: The checkpoint's layout.
-        wanted: For each name, the tensor to fill, and which box of the global tensor to read into it.
+        folder: The checkpoint's folder.
+        layout: The content of the checkpoint's `layout.json`.
+        wanted: For each name of a global tensor, the local tensor to fill, and the box to read into the local tensor.
 
     Raises:
         UserError: A file cannot be read.
@@ -122,8 +122,8 @@ def check_header(folder: Path, layout: CheckpointTensors, rank: int) -> None:
     """Check that the file of a process has exactly the parts that the layout assigns to this file.
 
     Args:
-        folder: The checkpoint.
-        layout: The checkpoint's layout.
+        folder: The checkpoint's folder.
+        layout: The content of the checkpoint's `layout.json`.
         rank: Rank of the process that wrote the file.
 
     Raises:
@@ -149,7 +149,7 @@ def check_header(folder: Path, layout: CheckpointTensors, rank: int) -> None:
 
 
 def dtype_of(layout: CheckpointTensors, name: str) -> torch.dtype:
-    """Return the stored dtype of a tensor."""
+    """Return the dtype that a tensor has in the checkpoint."""
     return SAFETENSORS_DTYPES[layout.tensors[name].dtype]
 
 

@@ -64,7 +64,7 @@ class StreamPosition(Strict):
     tokenizer: str
     """Fingerprint of the tokenizer."""
     shuffle_buffer: int = 0
-    """Number of documents that are shuffled at a time."""
+    """Number of documents that each stream shuffles at a time. 0 keeps the dataset's order."""
     positions: list[dict[str, Any]]
     """Position of each of the dataset's streams, with the fields of `data.stream.Position`."""
 
@@ -126,7 +126,7 @@ class CheckpointState(Strict):
     lora: LoRAConfig | None = None
     """The section [lora] if the run trained only adapters. The checkpoint then has only the adapters."""
     base: str | None = None
-    """The model that the adapters belong to, as a path or a name on the Hugging Face Hub."""
+    """The model that the LoRA adapters belong to: a path, or a name on the Hugging Face Hub. None without adapters."""
     optimizer: UpdateRule = "adamw"
     """The value of optimizer.name. It determines which optimizer states the checkpoint has."""
 
@@ -160,7 +160,7 @@ class CheckpointState(Strict):
 
 
 def state_of(run: RunConfig, step: int) -> CheckpointState:
-    """Describe a run after `step` steps.
+    """Return the content of `state.json` for a run after `step` steps.
 
     The caller adds the fields that do not follow from the run file, such as `optimizer_steps` and `stream`.
     """
@@ -191,7 +191,7 @@ def compared_settings(run: RunConfig) -> dict[str, Any]:
 
 
 def write_state(folder: Path, state: CheckpointState) -> None:
-    """Write `state.json`."""
+    """Write `state.json` into a checkpoint's folder."""
     (folder / STATE_FILE).write_text(state.model_dump_json(indent=1) + "\n")
 
 
@@ -203,7 +203,7 @@ def imported_state(model: ModelConfig) -> CheckpointState:
 
 
 def read_state(path: Path) -> CheckpointState:
-    """Read `state.json`.
+    """Read `state.json` from a checkpoint's folder.
 
     Raises:
         DamagedCheckpoint: The file is missing or has changed since it was written.

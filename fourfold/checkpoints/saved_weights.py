@@ -14,18 +14,18 @@ from fourfold.models.tensor_files import whole_or_part
 
 
 class SavedWeights:
-    """Reads the weights of a checkpoint from any grid. With LoRA, these are only the adapters."""
+    """Reads the weights of a checkpoint. Any grid may have written it. With LoRA, the weights are only the adapters."""
 
     def __init__(self, path: Path, averaged: bool = False) -> None:
         """Verify the checkpoint, and find out which tensors it has.
 
         Args:
-            path: The checkpoint.
-            averaged: Whether to read the moving averages instead of the weights.
+            path: The checkpoint's folder.
+            averaged: Whether to read the moving averages of the weights instead of the weights.
 
         Raises:
             DamagedCheckpoint: The checkpoint is damaged.
-            UserError: The checkpoint has another format, or `averaged` is set and there are no averages.
+            UserError: The checkpoint has another format, or `averaged` is True and the checkpoint has no averages.
         """
         self.path = path
         self.state, self._layout = verify(path)
@@ -42,11 +42,11 @@ class SavedWeights:
         self.dtypes = {name: dtype_of(self._layout, self._stored[name]) for name in self.shapes}
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
-        """Read one full parameter in its stored dtype.
+        """Read one parameter, or one expert of it, in its stored dtype.
 
         Args:
-            name: The parameter.
-            expert: If the parameter is a stack of experts, the index of the only expert to read.
+            name: Name of the parameter.
+            expert: For a stack of experts, the index of the one expert to read. None reads the full parameter.
         """
         slices = whole_or_part(self.shapes[name], expert)
         whole = torch.empty([s.stop - s.start for s in slices], dtype=self.dtypes[name])

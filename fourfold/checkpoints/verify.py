@@ -23,7 +23,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def verify(path: Path) -> tuple[CheckpointState, CheckpointTensors]:
-    """Check every file of a checkpoint in one process, and return the checkpoint's state and layout.
+    """Check every file of a checkpoint in one process. Return the contents of `state.json` and of `layout.json`.
 
     Raises:
         DamagedCheckpoint: The checkpoint is damaged.
@@ -37,17 +37,17 @@ def verify(path: Path) -> tuple[CheckpointState, CheckpointTensors]:
 
 @contextmanager
 def verified(path: Path, expected: Shapes) -> Iterator[CheckpointTensors]:
-    """Check a checkpoint while the ``with`` block loads it. Each process checks a share of the files.
+    """Check a checkpoint while the ``with`` block loads it. The processes divide the files among them.
 
-    The structure is checked before the block starts. The contents are checked while the block runs. The block must not
-    call collectives. After an error, do not use the tensors that the block has loaded.
+    `check_structure` runs before the block starts. The contents of tensor files are checked while the block runs. The
+    block must not call collectives. After an error, do not use the tensors that the block has loaded.
 
     Args:
-        path: The checkpoint.
-        expected: Shape of every tensor that must be there.
+        path: The checkpoint's folder.
+        expected: The shape of every tensor that the checkpoint must have, by name.
 
     Yields:
-        The checkpoint's layout, which says what is in each file.
+        The content of the checkpoint's `layout.json`, which says which part of which tensor is in each file.
 
     Raises:
         DamagedCheckpoint: Any process has found damage. All processes raise this.
@@ -83,13 +83,14 @@ def saved_shapes(model: ModelConfig, lora: LoRAConfig | None) -> Shapes:
 
 
 def check_structure(path: Path, expected: Shapes, rank: int = 0, ranks: int = 1) -> CheckpointTensors:
-    """Check everything except the contents of tensor files, and return the layout. Each process checks a share.
+    """Check everything except the contents of tensor files, and return the content of `layout.json`. Several processes
+    can divide the files among them.
 
     Args:
-        path: The checkpoint.
-        expected: Shape of every tensor that must be there.
-        rank: Which share to check.
-        ranks: Number of shares.
+        path: The checkpoint's folder.
+        expected: The shape of every tensor that the checkpoint must have, by name.
+        rank: Index of this process among the processes that divide the files.
+        ranks: Number of processes that divide the files.
 
     Raises:
         DamagedCheckpoint: The checkpoint is damaged.

@@ -44,7 +44,8 @@ PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
 
 
 class InOrder(TyperGroup):
-    """List commands in the order of ``PANELS``. typer would list commands with subcommands last."""
+    """A group of commands that the help text lists in the order of ``PANELS``. Without this class, typer would list
+    commands with subcommands last."""
 
     def list_commands(self, ctx: Context) -> list[str]:
         return [name for commands in PANELS.values() for name in commands]
@@ -73,8 +74,8 @@ def version(show: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def main() -> None:
-    """Run a command and exit. A user's mistake prints one sentence and exits with code 2. A crash of a worker prints
-    its traceback and exits with code 1. A hang exits with code 4.
+    """Run a command and exit. After a user's mistake, print one sentence and exit with code 2. If a worker process
+    crashes, print its traceback and exit with code 1. If a worker process hangs, exit with code 4.
 
     If the reader of the output is gone (``| head``), the command finishes silently.
     """

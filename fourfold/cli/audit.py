@@ -1,4 +1,4 @@
-"""fourfold audit: documents, masks"""
+"""`fourfold audit`: measure what a model memorized, and preview loss masks."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +14,8 @@ ABOVE_LIMIT = 4
 
 
 class WithOptionsOfDocuments(FirstUnlessNamed):
-    """Show the help text of `fourfold audit documents` for `fourfold audit --help`."""
+    """A group of commands that shows the help text of its first command, `fourfold audit documents`, for `fourfold
+    audit --help`."""
 
     own_options = ()
 

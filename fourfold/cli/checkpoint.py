@@ -1,4 +1,4 @@
-"""fourfold checkpoint"""
+"""`fourfold checkpoint`: verify, import, and export checkpoints."""
 
 from pathlib import Path
 from typing import Annotated

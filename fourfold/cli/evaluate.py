@@ -1,4 +1,4 @@
-"""fourfold evaluate"""
+"""`fourfold evaluate`: measure how well a model predicts texts and solves tasks."""
 
 from pathlib import Path
 from typing import Annotated

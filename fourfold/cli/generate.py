@@ -1,4 +1,4 @@
-"""fourfold generate"""
+"""`fourfold generate`: continue a text, or chat with a model."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def generate(
 
 
 def _converse(tokenizer: TransformersTokenizer, answer: Callable[[str], str]) -> None:
-    """Read messages from standard input until it ends. Answer each message with the text that ``answer`` returns for
-    the prompt of the chat so far."""
+    """Read messages from standard input until it ends. For each message, call ``answer`` with a prompt that holds the
+    whole chat so far. ``answer`` prints and returns the reply."""
     said: list[str] = []
     with suppress(EOFError):
         while True:

@@ -1,4 +1,4 @@
-"""fourfold launch"""
+"""`fourfold launch`: write the script that starts a run on a cluster."""
 
 from __future__ import annotations
 
@@ -89,9 +89,11 @@ def slurm(
 def _planned_interval(
     run: RunConfig, given_as: str, machine: str | None, time: str | None
 ) -> tuple[list[str], list[str]]:
-    """Return the override that sets the best checkpoint interval, if the run file sets no interval and the machine is
-    known. Also return notes for the user that say how often the job saves. ``given_as`` is the option or key that named
-    the machine."""
+    """Plan how often the job saves a checkpoint. Return a list of overrides, and then a list of notes for the user.
+
+    If the run file sets no checkpoint interval and the machine is known, one override sets the best interval. The notes
+    say how often the job saves. ``given_as`` is the option or key that named the machine.
+    """
     from fourfold.launch.job_scripts.slurm_script import wall_seconds
     from fourfold.planning.checkpoint_interval import SavePlan, plan_saves
     from fourfold.planning.machines.machine import load_machine

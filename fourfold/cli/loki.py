@@ -1,4 +1,4 @@
-"""fourfold loki: calibrate, evaluate"""
+"""`fourfold loki`: calibrate Loki attention, and measure how much quality it loses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WindowLength = Annotated[
 ]
 DEFAULT_LENGTH = 2048
 HELD_OUT_EVERY = 10
-"""`calibrate` holds out one of this many windows, to choose settings."""
+"""`calibrate` uses one in this many windows of text to choose settings, and not to compute components."""
 
 
 @loki.command()
@@ -138,7 +138,7 @@ def _open(
     max_tokens: int | None,
 ) -> tuple[PreTrainedModel, AnyTokenizer, list[list[int]]]:
     """Load a model and its tokenizer, and cut the tokenized files into windows. Return the model, the tokenizer, and
-    the windows."""
+    the windows, in this order. ``names`` has the folders of the model and of the model's own tokenizer."""
     from fourfold.data.transformers_tokenizer import load_any_tokenizer
     from fourfold.huggingface.transformers_models import checked_ids, load_model, positions_of
     from fourfold.inference.text import token_windows

@@ -1,4 +1,4 @@
-"""fourfold machine: examine a machine, and measure it, before you start a run"""
+"""`fourfold machine`: check this machine, and measure it, before you start a run."""
 
 import json
 import os

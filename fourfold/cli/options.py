@@ -35,9 +35,10 @@ KNOBS = (
     "selective, full. stages_per_rank: 1, 2, 3, 4, 6, 8. cp_method: ring, ulysses. schedule: 1F1B, Interleaved1F1B, "
     "InterleavedZeroBubble, ZBVZeroBubble, and, searched only if named, GPipe, LoopedBFS, DualPipeV."
 )
-"""Help text that lists what a search can be limited to. ``planning.search.limits`` parses the user's limits."""
+"""Help text with the knobs of a search for layouts. The user can limit the values of each knob. The module
+``planning.search.limits`` parses these limits."""
 StoredDtype = Literal["auto", "fp32", "bf16", "fp16"]
-"""Values of the options for the dtype of weights. auto keeps the stored dtype."""
+"""Possible values of options for the dtype of weights. auto keeps the dtype that the weights are stored in."""
 ModelName = Annotated[
     str, Option("--model", metavar="DIR|ID|RUN", help="A Hugging Face model, or a run or checkpoint of fourfold.")
 ]
@@ -62,8 +63,8 @@ def show(record: dict[str, Any] | None, as_json: bool, tables: Callable[[dict[st
     """Print a record as JSON or as tables.
 
     Args:
-        record: The command's result. Under a launcher, it is None on every process except the first. If it is None,
-            nothing is printed.
+        record: The command's result. If it is None, nothing is printed. Under a launcher such as torchrun, it is None
+            on every process except the first.
         as_json: Whether to print JSON.
         tables: Prints the record as tables.
     """

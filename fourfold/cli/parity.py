@@ -1,4 +1,4 @@
-"""fourfold parity"""
+"""`fourfold parity`: check that a grid computes what one process computes."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""fourfold plan: layouts, validation, scaling"""
+"""`fourfold plan`: rank layouts, validate predictions, and show how a model scales."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ Batch = Annotated[
 
 
 def _one_of(names: str, default: str) -> OptionInfo:
-    """Return an option whose default is the run file's value, or ``default`` without a run file. ``names`` lists the
-    possible values, separated by ``|``."""
+    """Define an option with a few possible values, which ``names`` lists, separated by ``|``. The help text says that
+    the default is the run file's value, or ``default`` without a run file."""
     option: OptionInfo = Option(metavar=names, help=f"Default: the run file's, or {default}.")
     return option
 

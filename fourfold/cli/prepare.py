@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _of_text = partial(Option, rich_help_panel="Options of --format text")
-"""Define an option that applies only to --format text."""
+"""Call this in place of ``Option`` to define an option that applies only to --format text."""
 
 CANARY_OPTIONS = ("repeats", "canary_tokens", "canary_noise", "canary_shift", "canaries_from")
 TEXT_OPTIONS = ("train_tokenizer", "canaries", *CANARY_OPTIONS, "workers", "text_key", "force")
@@ -135,7 +135,8 @@ def prepare(
 
 
 def _given(command_line: Context, names: Sequence[str]) -> list[str]:
-    """Return the options out of `names` that the user has given, such as --text-key."""
+    """Return those of the options `names` that the user has given. The result spells them as in the command line: for
+    example --text-key for text_key."""
     given = [name for name in names if command_line.get_parameter_source(name) is not ParameterSource.DEFAULT]
     return [f"--{name.replace('_', '-')}" for name in given]
 

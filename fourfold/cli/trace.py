@@ -1,4 +1,4 @@
-"""fourfold trace"""
+"""`fourfold trace`: show the memory and communication of one training step."""
 
 from typing import Annotated
 

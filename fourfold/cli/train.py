@@ -1,4 +1,4 @@
-"""fourfold train"""
+"""`fourfold train`: train a model from a run file, or from a model and data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fourfold.config.run import RunConfig
 
 _instead = partial(Option, rich_help_panel="Options instead of a run file")
-"""Define an option that replaces a part of the run file."""
+"""Call this in place of ``Option`` to define an option for training without a run file."""
 
 
 MODEL_HELP = "A preset, such as llama-12m, or a Hugging Face model to fine-tune."
@@ -93,7 +93,8 @@ def train(
 
 
 def _run_to_train(run_file: Path | None, instead: dict[str, Any], overrides: list[str]) -> RunConfig:
-    """Load the run file. Or choose a run for the options that replace the run file, and print its run file."""
+    """Return the run to train. If there is a run file, load it. Otherwise, choose a run for the options in ``instead``,
+    and print it as a run file."""
     given = [option for option, value in instead.items() if value is not None]
     if run_file is not None:
         from fourfold.run_file.load import load_run

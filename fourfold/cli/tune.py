@@ -1,4 +1,4 @@
-"""fourfold tune"""
+"""`fourfold tune`: find the fastest layout of a run with real trials."""
 
 import math
 import signal

@@ -38,8 +38,8 @@ class FirstUnlessNamed(TyperGroup):
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise ``UserError`` for a number that is too large, and for an empty value (except of ``--prompt``). Empty values
-    often come from unset shell variables."""
+    """Raise ``UserError`` if one of the command's arguments is a number that is too large, or is empty. Only the value
+    of ``--prompt`` may be empty. Empty arguments often come from unset shell variables."""
     for before, argument in pairwise(("", *arguments)):
         given, equals, value = argument.partition("=")
         option, value = (given, value) if equals and given.startswith("--") else (before, argument)
@@ -85,14 +85,15 @@ def usage_sentence(error: ClickException) -> str:
 
 
 def refuse_command(name: str, known: list[str], where: str) -> None:
-    """Raise ``UserError`` for an unknown command. The message suggests the closest known command, or lists all."""
+    """Raise ``UserError`` for an unknown command. The message suggests the known command with the most similar name. If
+    no name is similar, it lists all commands."""
     close = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean '{close[0]}'?" if close else f"choose from {', '.join(known)}"
     raise UserError(f"no command '{name}'{where}; {hint}")
 
 
 def refuse_misspelled(name: str, known: list[str], where: str) -> None:
-    """Raise ``UserError`` if a word looks like a misspelled command, and no file with this name exists."""
+    """Raise ``UserError`` if ``name`` is similar to a known command, and no file with this name exists."""
     if difflib.get_close_matches(name, known, 1, 0.7) and not name.startswith("-") and not Path(name).exists():
         refuse_command(name, known, where)
 
@@ -105,7 +106,8 @@ def _given(error: BadParameter) -> str:
 
 
 def _example(context: Context | None) -> str:
-    """Return the example from a command's help text, as a phrase. Empty if there is none."""
+    """Return the example in a command's help text as a phrase ("for example fourfold …"). Return an empty text if the
+    help text has no example."""
     command: Command | None = None if context is None else context.command
     found = re.search(r"Example: (fourfold [^\n]*)", (command and command.help) or "")
     return f"for example {found[1]}" if found else ""

@@ -10,14 +10,14 @@ from fourfold.config.strict import Strict
 
 class ActivationCheckpointConfig(Strict):
     mode: Literal["none", "selective", "full"] = "none"
-    """What the backward pass recomputes: nothing (none), the modules listed in `modules` (selective), or entire blocks
+    """What the backward pass recomputes: nothing (none), what `modules` lists (selective), or entire blocks
     (full). `full` saves the most memory and costs about a third more computation."""
     modules: list[Literal["attention", "mlp", "norms", "gathers"]] = Field(["mlp", "norms", "gathers"])
     """With mode = 'selective', what to recompute. `attention`: the computation of attention between the linear
     layers. `mlp`: the MLP's activation function. `norms`: all norms. `gathers`: the inputs of linear layers, which x
     or y shard and the backward pass gathers again. Only `attention` adds much computation."""
     every: int = Field(1, ge=1)
-    """With n, recompute only every n-th block. All other blocks save all of their activations."""
+    """With every = n, the backward pass recomputes only every n-th block. All other blocks save all activations."""
     offload: bool = False
     """With mode = 'full', store the inputs of recomputed blocks in CPU memory until the backward pass needs them."""
 

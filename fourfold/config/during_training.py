@@ -20,10 +20,10 @@ class ValidationConfig(Strict):
     steps: int = Field(8, gt=0)
     """Number of global batches in one validation."""
     keep_best: bool = False
-    """After each validation with a new lowest loss, save a checkpoint. This checkpoint is kept until there is a better
-    one, and the link checkpoints/best points to it."""
+    """After each validation with a new lowest loss, save a checkpoint. The link checkpoints/best points to this
+    checkpoint, and the checkpoint is kept until a later validation has a new lowest loss."""
     patience: int = Field(0, ge=0)
-    """End the run after this many consecutive validations without a new lowest loss. 0 disables this."""
+    """End the run after this many consecutive validations without a new lowest loss. 0 disables this rule."""
     min_improvement: float = Field(0.0, ge=0)
     """A loss counts as a new lowest loss only if it is lower than all earlier losses by more than this value."""
 
@@ -39,21 +39,22 @@ class ValidationConfig(Strict):
 
 
 class LossScalingConfig(Strict):
-    """Loss scaling for training.precision = 'fp16'."""
+    """Loss scaling for training.precision = 'fp16'. The loss is multiplied by a scale, so that small gradients do not
+    become 0. If a gradient overflows, the step is skipped, and the scale is halved."""
 
     initial: float = Field(65536.0, gt=0)
-    """Initial loss scale."""
+    """Loss scale at the start of the run."""
     growth_interval: int = Field(2000, gt=0)
-    """Double the scale after this many steps without overflow."""
+    """Double the scale after this many steps without an overflow."""
     max_overflows: int = Field(20, ge=1)
-    """End the run after this many overflows in a row."""
+    """End the run after this many consecutive steps with an overflow."""
 
 
 class EMAConfig(Strict):
     """An exponential moving average of the trained weights (arXiv 1703.01780), in float32 and sharded like the weights.
 
-    Checkpoints include the average, and validation also computes the loss with it. `fourfold checkpoint export-hf
-    --ema` exports it ([validation.md](validation.md#a-moving-average-of-the-weights)).
+    Checkpoints include the average. Validation also computes the loss of the averaged weights. `fourfold checkpoint
+    export-hf --ema` exports the average ([validation.md](validation.md#a-moving-average-of-the-weights)).
     """
 
     decay: float = Field(0.0, ge=0, lt=1)
@@ -75,14 +76,14 @@ class DPOConfig(Strict):
 
 
 class AuditConfig(Strict):
-    """Audits during training. They measure how well the model reproduces canaries, documents that were planted in the
-    training data ([memorization.md](memorization.md#canaries)). The results are written to memorization.jsonl. To audit
-    a saved checkpoint, use `fourfold audit`."""
+    """Audits during training. They measure how well the model reproduces canaries. Canaries are documents that were
+    planted in the training data ([memorization.md](memorization.md#canaries)). The results are written to
+    memorization.jsonl. To audit a saved checkpoint, use `fourfold audit`."""
 
     interval: int = Field(0, ge=0)
     """Number of steps between audits. If it is above 0, the audit also runs after the last step. 0 disables audits."""
     documents: PathText | None = None
-    """A .jsonl file with the documents to audit, such as the list of canaries that `fourfold prepare` wrote."""
+    """Path of a .jsonl file with the documents to audit, such as the list of canaries that `fourfold prepare` wrote."""
     suffix: int = Field(50, ge=1)
     """Number of tokens in a document's suffix (its end). The audit gives the model the tokens before the suffix, and
     checks whether the model reproduces the suffix."""
@@ -129,4 +130,4 @@ class SampleConfig(Strict):
     max_new_tokens: int = Field(200, gt=0)
     """Largest number of tokens in the sample."""
     temperature: float = Field(0.8, ge=0)
-    """0 always takes the most likely token. Higher values give more varied text."""
+    """Temperature of the sampling. 0 always takes the most likely token. Higher values give more varied text."""

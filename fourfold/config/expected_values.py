@@ -25,18 +25,21 @@ PATTERN = "string_pattern_mismatch"
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a schema, or an item of a key's list."""
+    """A key of a schema, such as the run file's schema, or an item of a list that is a key's value."""
 
     place: str
     """Dotted name of the key."""
     annotation: Any
+    """Type of the key's value."""
     metadata: list[Any]
+    """Bounds of the value, from pydantic's field."""
     samples: list[Any]
     """Example values, followed by the default. The default may be a placeholder for "unset" that the schema refuses.
     """
 
     def example(self, given: Any) -> Any:
-        """Return a valid value as close to the ``given`` value as possible, or None if no valid value is known."""
+        """Return a valid value for an error message to suggest. Prefer values similar to ``given``, the user's value.
+        Return None if no valid value is known."""
         annotated: Any = Annotated[self.annotation, Field(), *self.metadata]
         schema: TypeAdapter[Any] = TypeAdapter(annotated)
         for candidate in (*_respelled(given, section_of(self.annotation)), *self.samples, *SIMPLE):
@@ -56,7 +59,7 @@ class Key:
 def key_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> Key:
     """Return the key at the location of a pydantic error.
 
-    For a union, pydantic appends the name of an alternative to the location. This part is ignored.
+    If the type of a key is a union, pydantic adds the name of one of its types to the location. This name is ignored.
     """
     annotation: Any = schema
     key = Key("", schema, [], [])
@@ -79,8 +82,8 @@ def key_at(schema: type[BaseModel], location: tuple[int | str, ...]) -> Key:
 
 
 def mistake(error: ErrorDetails, schema: type[BaseModel]) -> str:
-    """Return an error message for a pydantic error. It names the key, its value, and what the value must be. If
-    possible, it also suggests a value that works."""
+    """Return the message for a pydantic error. The message names the key, its value, and what the value must be. If a
+    value that works is known, the message also suggests this value."""
     key = key_at(schema, error["loc"])
     reason = f"must be {_with_article(type_name(key.annotation, key.metadata))}".replace("`", "").replace('"', "'")
     if error["type"] == "value_error":
@@ -99,15 +102,15 @@ def mistake(error: ErrorDetails, schema: type[BaseModel]) -> str:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the class of the run-file section in an annotation, such as ``Section`` in ``list[Section]`` or ``Section
-    | None``. Return None if the annotation has no section."""
+    """Return the class of the section in a type annotation, such as ``Section`` in ``list[Section]`` or ``Section |
+    None``. Return None if the annotation has no section."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for arg in get_args(annotation) if (model := section_of(arg))), None)
 
 
 def shown(value: Any) -> str:
-    """Return a value as TOML text. Long values are shortened."""
+    """Return a value as TOML text for a message. Long values are shortened."""
     return _TOML.repr(value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value)
 
 
@@ -148,7 +151,7 @@ def _respelled(given: Any, section: type[BaseModel] | None) -> Iterator[Any]:
 
 
 def type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Return a description of a type and its bounds, such as "integer ≥ 1"."""
+    """Return a description of a type and of the bounds in ``metadata``, such as "integer ≥ 1"."""
     limits, lengths = [], []
     for bound in (bound for given in metadata for bound in getattr(given, "metadata", [given])):
         if type(bound) in SIGNS:

@@ -15,13 +15,14 @@ class FaultToleranceConfig(Strict):
     """If the job makes no progress for this many seconds, it counts as hung and is stopped. 0 turns the watchdog
     off."""
     startup_timeout: float = Field(1800, gt=0)
-    """Replaces `timeout` until the first step is done, because the first step may include compilation."""
+    """Until the first step is done, this number of seconds replaces `timeout`, because the first step may include
+    compilation."""
     grace_period: float = Field(0, ge=0)
-    """If the job has not saved a checkpoint this many seconds after a stop signal, it ends without one. 0 sets no
-    limit."""
+    """If the job has not saved a checkpoint this many seconds after a stop signal, the job ends without a checkpoint. 0
+    sets no limit."""
     max_restarts: int = Field(2, ge=0)
-    """Largest number of restarts from the newest checkpoint if the same step keeps failing. Restarts by torchrun or
-    SLURM count too."""
+    """How many times the job may restart from the newest checkpoint if the same step keeps failing. Restarts by
+    torchrun or SLURM count too."""
     failing_step: Literal["stop", "skip"] = "stop"
     """What to do if a step fails more than `max_restarts` times. `stop` ends the job and names the step. `skip` leaves
     the step's batch out and continues."""

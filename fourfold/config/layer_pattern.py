@@ -6,11 +6,11 @@ T = TypeVar("T")
 
 
 def pattern_of(entries: list[T], layers: int) -> list[T]:
-    """Return the shortest list that means the same as ``entries``. If a model has more layers than a list has entries,
-    the list repeats. For example, [0, 1, 0, 1] becomes [0, 1].
+    """Return the shortest list that gives every layer the same setting as ``entries``. A list with fewer entries than
+    the model has layers repeats. For example, [0, 1, 0, 1] becomes [0, 1].
 
     Args:
-        entries: A setting for each layer.
+        entries: Settings of the layers. The list repeats if it is too short.
         layers: Number of layers of the model.
     """
     of_layers = [entries[layer % len(entries)] for layer in range(layers)]

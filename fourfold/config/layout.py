@@ -1,4 +1,4 @@
-"""Check whether a run's grid fits its model, and determine how the ranks of y and cp share attention."""
+"""Check whether a run's grid fits its model, and determine how the ranks of the axes y and cp share attention."""
 
 from typing import Literal, NamedTuple
 
@@ -21,7 +21,7 @@ token."""
 
 
 class MatmulSizes(NamedTuple):
-    """Sizes of one linear layer's matmuls on one rank."""
+    """The three sizes of one linear layer's matmul on one rank. The matmul is [tokens, inputs] × [inputs, outputs]."""
 
     tokens: int
     """Number of input rows in one matmul of the forward pass."""
@@ -32,7 +32,7 @@ class MatmulSizes(NamedTuple):
 
 
 def matmul_sizes(run: RunConfig) -> dict[str, MatmulSizes]:
-    """Return the matmul sizes of a dense block's linear layers, by the layer's name."""
+    """Return the matmul sizes of each linear layer in a block with a dense MLP, by the layer's name."""
     model, grid, training = run.model, run.parallel, run.training
     parts = run.overlap.batch_parts if grid.x * grid.y > 1 else 1
     tokens = training.micro_batch_size * training.seq_length // grid.cp // parts
@@ -83,7 +83,7 @@ def check_layout(run: RunConfig) -> None:
 
 
 def _check_predictions(run: RunConfig) -> None:
-    """Raise ``UserError`` if prediction layers do not work with the run's other settings."""
+    """Raise ``UserError`` if layers for multi-token prediction do not work with the run's other settings."""
     is_tied, seq_length = run.model.tie_word_embeddings, run.training.seq_length
     refused = {
         f"lora.rank = {run.lora.rank}": run.lora.rank > 0,

@@ -1,7 +1,7 @@
-"""Compute the sizes that determine whether a layout is legal.
+"""Compute the sizes that determine whether a layout is legal. A layout is a grid plus options such as the micro-batch
+size. x, y, z, dp, cp, and pp are the axes of the grid.
 
-The planner checks many layouts at once, so a size can be a number or a NumPy array with one number per layout. x, y, z,
-dp, cp, and pp are the axes of the grid.
+The planner checks many layouts at once, so a size can be a number or a NumPy array with one number per layout.
 """
 
 import math
@@ -77,7 +77,7 @@ class Sizes:
 
     @classmethod
     def of(cls, run: RunConfig) -> Self:
-        """Return the sizes of a run."""
+        """Return the sizes of a run, given its run file."""
         model, grid, training = run.model, run.parallel, run.training
         return cls(
             layers=model.num_hidden_layers,
@@ -138,13 +138,13 @@ class Sizes:
 
     @cached_property
     def micro_batches(self) -> Number:
-        """Return the number of micro-batches that each rank runs in a step."""
+        """Return the number of micro-batches that each rank runs in an optimizer step."""
         return self.batch // self.at_once
 
     @property
     def rounds(self) -> Number:
-        """Return the number of rounds per step in the schedules ``IN_ROUNDS``. Each round has at least pp
-        micro-batches. A step with fewer micro-batches has one round."""
+        """Return how many rounds of micro-batches a step has in the pipeline schedules ``IN_ROUNDS``. Each round has at
+        least pp micro-batches. A step with fewer micro-batches has one round."""
         whole = self.micro_batches // self.pp
         return whole + (whole == 0)
 
@@ -155,26 +155,26 @@ class Sizes:
 
     @cached_property
     def splits_queries(self) -> Number:
-        """Return whether each y rank computes attention for a part of the queries. This is the fallback if neither the
-        heads nor the sequences can be divided equally."""
+        """Return whether each rank of y computes attention for a part of the queries. The ranks of y do this if they
+        can divide neither the heads nor the sequences equally."""
         return (self.heads % (self.x * self.y) != 0) & (self.sequences_per_part % self.y != 0)
 
     @property
     def whole_keys(self) -> Number:
-        """Return the number that x·y must divide: the width of the keys if x·y divides the query heads. Otherwise
-        return 0, which every number divides."""
+        """Return a number that x·y must divide in a legal layout: the width of the keys if x·y divides the number of
+        query heads. Otherwise return 0, which every number divides."""
         return self.keys * self.whole_heads
 
     @property
     def whole_linear_heads(self) -> Number:
-        """Return the number that x·y·cp must divide: the key heads of linear attention if x·y divides the query heads.
-        Otherwise return 0, which every number divides."""
+        """Return a number that x·y·cp must divide in a legal layout: the number of key heads of linear attention if x·y
+        divides the number of query heads. Otherwise return 0, which every number divides."""
         return self.linear_heads * self.whole_heads
 
     @property
     def is_plain(self) -> bool:
-        """Return whether batch parts and float8 support the model. They support dense models without prediction layers
-        and without latent, linear, or gated attention."""
+        """Return whether batch parts and float8 support the model. They support dense models with neither latent,
+        linear, nor gated attention, and without layers for multi-token prediction."""
         return self.experts + self.latents + self.linear_heads + self.output_gate + self.predictions == 0
 
     @cached_property
@@ -190,7 +190,8 @@ class Sizes:
 
     @property
     def uneven_nodes(self) -> Number:
-        """Return whether the size of a shard group is neither a multiple nor a divisor of ``shards_per_node``."""
+        """Return whether the size of a shard group is neither a multiple nor a divisor of ``shards_per_node``. With
+        zero below 3, the ranks of z are a shard group. With zero above 0, the ranks of dp·cp·z are a shard group."""
         over_z, over_all = self.zero < 3, self.zero > 0
         everyone = self.dp * self.cp * self.z
         return (over_z & _is_uneven(self.z, self.shards_per_node)) | (
@@ -217,7 +218,7 @@ class Sizes:
 
     @property
     def uneven_float8(self) -> Number:
-        """Return whether a float8 matmul has a size that its kernel does not support."""
+        """Return whether the run uses float8 and a rank's matmul has a size that float8 kernels do not support."""
         return self.float8 and sum(size % FLOAT8_MULTIPLE for size in self.float8_sizes.values()) != 0
 
 

@@ -1,4 +1,5 @@
-"""Decide which layouts are legal. Run files and the planner's search use the same list of rules.
+"""Decide which layouts are legal. A layout is a grid plus options such as the micro-batch size. The check of a run file
+and the planner's search use the same list of rules.
 
 Each condition is arithmetic on ``Sizes``, whose fields are ints for one layout and NumPy arrays for many layouts.
 """
@@ -17,7 +18,7 @@ from fourfold.config.stages import balanced
 
 
 class Rule(NamedTuple):
-    """A rule that legal layouts obey, and the reason to give if a layout breaks it."""
+    """A rule that a legal layout must satisfy, and what to tell the user if a layout breaks the rule."""
 
     reason: str
     """A short text without numbers, such as "x does not divide the heads". The planner's search counts how many layouts
@@ -29,7 +30,7 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Divides:
-    """A rule that the product of some axes' sizes must divide a number. The class has the attributes of a ``Rule``."""
+    """A rule that the product of some axes' sizes must divide a number. It has the same attributes as a ``Rule``."""
 
     axes: tuple[str, ...]
     what: str
@@ -67,13 +68,14 @@ class Divides:
         )
 
     def _start(self, sizes: Sizes, axis: str) -> str:
-        """Suggest a size of the axis that satisfies this rule. The run may break other rules too."""
+        """Return text that suggests a size of the axis that satisfies this rule. The run may break other rules too."""
         number, others = getattr(sizes, self.number), self._ranks(sizes) // getattr(sizes, axis)
         most = next(n for n in range(getattr(sizes, axis), 0, -1) if number % (others * n) == 0 or n == 1)
         return f"{axis} = {most} works here, and other rules are broken too"
 
     def _other_sizes(self, run: RunConfig, sizes: Sizes, axis: str) -> str:
-        """Return the nearest sizes of an axis that make the run legal, as text. Empty if there are none."""
+        """Return text with the sizes of an axis that make the run legal: the nearest smaller size and the nearest
+        larger size. The text is empty if there are none."""
         now, number = getattr(sizes, axis), getattr(sizes, self.number)
         whole = [n for n in range(1, 4 * now + 1) if number % (self._ranks(sizes) // now * n) == 0]
         below = next((n for n in reversed(whole) if n < now and accepts(run, f"parallel.{axis}", n)), None)

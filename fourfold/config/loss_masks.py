@@ -10,7 +10,7 @@ Strategy = Literal["none", "hash", "hash-table", "static", "random"]
 
 
 class GoldfishConfig(Strict):
-    """The goldfish loss masks about one token in k. The loss does not include masked tokens. This keeps the model from
+    """The goldfish loss masks about one token in k: the loss does not include this token. This keeps the model from
     memorizing long passages word for word.
 
     Validation does not use this mask. [memorization.md](memorization.md) explains how to choose k and h.
@@ -24,8 +24,8 @@ class GoldfishConfig(Strict):
     k: int = Field(4, ge=2)
     """On average, one token in k is masked. A smaller k protects better, but trains on fewer tokens."""
     h: int = Field(13, ge=1, le=2**20)
-    """Number of tokens that determine whether a token is masked (hash, hash-table). They are the h tokens before the
-    token, unless include_target says otherwise."""
+    """Number of tokens that determine whether a token is masked (hash, hash-table). With hash, these are the h tokens
+    before the token. With hash-table, see include_target."""
     start_step: int = Field(0, ge=0)
     """First optimizer step that uses the goldfish mask."""
     include_target: bool = True
@@ -38,16 +38,16 @@ class GoldfishConfig(Strict):
 
     @property
     def preceding(self) -> int:
-        """Return the number of tokens before a target that determine whether it is masked."""
+        """Return how many tokens before a token determine whether the token is masked (hash, hash-table)."""
         return self.h - 1 if self.strategy == "hash-table" and self.include_target else self.h
 
 
 class MasksConfig(Strict):
-    """Masks on the loss. The loss includes a token only if every mask keeps it. The first token of a document is never
-    in the loss, because the model has nothing to predict it from."""
+    """Masks that leave tokens out of the loss. The loss includes a token only if every mask keeps it. The first token
+    of a document is never in the loss, because the model has nothing to predict it from."""
 
     goldfish: GoldfishConfig = GoldfishConfig()
     """The goldfish loss against memorization, described below."""
     functions: list[str] = Field([])
-    """Your own masks, each as 'module:function'. A function receives sequences, and returns true for every token to
-    keep ([data.md](data.md#masks))."""
+    """Your own masks, each as 'module:function'. A function receives sequences, and returns true for every token that
+    the loss includes ([data.md](data.md#masks))."""

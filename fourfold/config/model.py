@@ -1,4 +1,4 @@
-"""The section [model] of the run file, which describes a decoder with Hugging Face's key names."""
+"""The section [model] of the run file. It describes a decoder. The keys have the same names as in Hugging Face."""
 
 import math
 from typing import Any, Self
@@ -82,10 +82,10 @@ class ModelConfig(ModelKeys):
         return self
 
     def _fill_layer_types(self) -> None:
-        """Normalize the settings of single layers, so that equal models have equal settings.
+        """Normalize the settings that can differ between layers, so that equal models have equal settings.
 
-        Shorten lists with one entry per layer to the pattern that repeats. Reset settings that have no effect to their
-        defaults.
+        Shorten lists with one entry per layer to the pattern that repeats. If a setting has no effect, reset the
+        setting to its default.
         """
         self.no_rope_layers = pattern_of(self.no_rope_layers or [1], self.num_hidden_layers)
         if self.no_rope_layers == [1]:
@@ -114,7 +114,7 @@ class ModelConfig(ModelKeys):
 
     @property
     def kinds_of_layers(self) -> list[LayerType]:
-        """Return the attention types that the layers use."""
+        """Return the attention types that the layers use, each once."""
         return list(dict.fromkeys(self.layer_types)) or ["full_attention"]
 
     @property
@@ -137,7 +137,7 @@ class ModelConfig(ModelKeys):
 
     @property
     def rotary_dim(self) -> int:
-        """Return the number of a head's channels that rotary embeddings rotate."""
+        """Return the number of channels that rotary embeddings rotate in each head."""
         return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
 
     @property

@@ -10,11 +10,12 @@ from fourfold.config.expected_values import shown
 from fourfold.config.model_keys import UNSET, ModelKeys
 
 IDLE_KEYS = tomllib.loads((files("fourfold.config") / "idle_keys.toml").read_text(encoding="utf-8"))
-"""Keys of [model] that must have their defaults, because they have no effect with another key's value."""
+"""Rules about keys of [model]: if one key has a certain value, other keys have no effect, and must have their defaults.
+"""
 
 
 def check_effects(keys: ModelKeys) -> None:
-    """Refuse values for keys that have no effect (``IDLE_KEYS``)."""
+    """Refuse a key that has no effect (see ``IDLE_KEYS``), unless the key has its default."""
     for rule in IDLE_KEYS["rules"]:
         other, value = rule["if"], rule["is"]
         for key in rule["idle"] if getattr(keys, other) == value else ():
@@ -51,7 +52,7 @@ def check_latents(keys: ModelKeys) -> None:
 
 
 def check_linear_attention(keys: ModelKeys) -> None:
-    """Check the sizes of linear attention. Without a linear_attention layer, they must be unset."""
+    """Check the sizes of linear attention. Without a linear_attention layer, the sizes must be unset."""
     is_used = "linear_attention" in keys.layer_types
     sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
     for key in (f"linear_{size}" for size in sizes):

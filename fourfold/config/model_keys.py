@@ -19,16 +19,16 @@ class ModelKeys(Strict):
     """The keys of [model]. ``ModelConfig`` checks them and derives missing sizes."""
 
     preset: str | None = Field(None, examples=["gpt2"])
-    """Start from a preset's sizes. Any other key of [model] overrides the preset."""
+    """Name of a [preset](#presets) that gives the sizes of the model. Other keys of [model] override the preset."""
     from_hf: PathText | None = None
-    """Start from a Hugging Face model's sizes and weights (folder or Hub id). Other keys of [model] override its
-    config.json."""
+    """Folder or Hub id of a Hugging Face model. The run starts from this model's sizes and weights. Other keys of
+    [model] override the model's config.json."""
     vocab_size: Size = Field(examples=[50257])
     """Number of tokens in the tokenizer's vocabulary."""
     hidden_size: Size = Field(examples=[768])
     """Width of the residual stream."""
     num_hidden_layers: int = Field(examples=[12], gt=0, le=MOST_LAYERS)
-    """Number of blocks. Each has attention and an MLP."""
+    """Number of blocks. Each block has attention and an MLP."""
     num_attention_heads: Size = Field(examples=[12])
     """Number of query heads."""
     num_key_value_heads: Size = UNSET
@@ -60,8 +60,8 @@ class ModelKeys(Strict):
     """RMSNorms multiply by the weight in float32, and then round to the model's dtype (GPT-OSS). By default, they round
     first and then multiply. Zero-centered norms always round last."""
     parallel_residual: bool = False
-    """Give a block's attention and MLP the same input, and add both outputs to it (GPT-NeoX). By default, the MLP
-    follows the attention."""
+    """Give a block's attention and MLP the same input, and add both outputs to this input (GPT-NeoX). By default, the
+    MLP follows the attention."""
     position_embedding: Literal["rope", "learned"] = "rope"
     """`rope` rotates queries and keys. `learned` adds a trained vector per position to the token embedding."""
     rope_theta: float = Field(10000.0, gt=1)
@@ -71,7 +71,8 @@ class ModelKeys(Strict):
     rope_scaling: RopeScaling | None = Field(None, examples=[{"rope_type": "linear", "factor": 2.0}])
     """Scale the rotary frequencies for longer contexts (see below). Default: no scaling."""
     sliding_window: int = Field(0, ge=0)
-    """Number of tokens that a query in a sliding_attention layer attends to, including itself. 0 turns windows off."""
+    """Number of tokens that a query in a sliding_attention layer attends to, including its own token. 0 turns windows
+    off."""
     layer_types: list[LayerType] = Field([])
     """Attention type of each layer. If the list has fewer entries than the model has layers, it repeats.
     `sliding_attention` layers use sliding_window. `linear_attention` layers are Gated DeltaNets (Qwen3-Next). If the
@@ -81,14 +82,14 @@ class ModelKeys(Strict):
     """For each layer, 1 for rotary embeddings or 0 for no position embeddings (SmolLM3). The list repeats as in
     layer_types. If the list is empty (default), all layers have rotary embeddings."""
     rope_local_base_freq: float = Field(0.0, ge=0)
-    """Rotary base of sliding_attention layers. If it is set, these layers ignore rope_scaling (Gemma 3). 0 (default)
-    uses rope_theta in all layers."""
+    """Base of the rotary frequencies in sliding_attention layers. If it is above 0, these layers ignore rope_scaling
+    (Gemma 3). With 0 (default), all layers use rope_theta."""
     query_pre_attn_scalar: Size = UNSET
     """Attention scores are divided by this number's square root. Default: head_dim."""
     attention_multiplier: float = Field(UNSET, ge=0)
-    """Factor on attention scores (Granite). If it is set, query_pre_attn_scalar is ignored. 0 (default) uses
-    1 / √query_pre_attn_scalar. With latent attention, this default factor is multiplied by the factor in the
-    description of rope_scaling.mscale_all_dim."""
+    """Factor on attention scores (Granite). If it is above 0, query_pre_attn_scalar is ignored. With 0 (default), the
+    factor is 1 / √query_pre_attn_scalar. With latent attention, rope_scaling.mscale_all_dim also changes this default
+    factor."""
     attn_logit_softcapping: float = Field(0.0, ge=0)
     """If this value c is above 0, attention scores s become c·tanh(s / c) (Gemma 2). This turns fused attention kernels
     off."""
@@ -109,7 +110,7 @@ class ModelKeys(Strict):
     qk_norm: bool = False
     """Normalize queries and keys with RMSNorms (Qwen3)."""
     qk_norm_over: Literal["head", "all_heads"] = "head"
-    """With qk_norm, normalize each head separately, or all heads of a token together (OLMoE)."""
+    """With qk_norm, normalize each head separately (head), or all heads of a token together (all_heads, OLMoE)."""
     kv_lora_rank: int = Field(0, ge=0)
     """Width of the latent that keys and values are computed from (multi-head latent attention, DeepSeek-V3). With 0,
     keys and values are computed from the hidden states."""
@@ -154,7 +155,7 @@ class ModelKeys(Strict):
     num_experts: int = Field(0, ge=0, le=2**16)
     """Number of experts per MLP (mixture-of-experts model, MoE). 0 makes the MLPs dense."""
     num_experts_per_tok: Size = 2
-    """Number of experts each token is routed to (top-k)."""
+    """Number of experts that each token is routed to (top-k)."""
     moe_intermediate_size: int = Field(UNSET, ge=0)
     """Inner width of one expert. 0 uses intermediate_size."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
@@ -162,14 +163,14 @@ class ModelKeys(Strict):
     norm_topk_prob: bool = True
     """Divide the scores of a token's chosen experts by their sum, so that the scores add up to 1."""
     router_bias: bool = False
-    """Add a bias per expert to the scores that choose experts, but not to the weights of the experts' outputs. With
-    moe.bias_update_rate, the biases balance the load (DeepSeek-V3)."""
+    """Add a bias per expert to the scores when experts are chosen, but not to the weights of the experts' outputs. With
+    moe.bias_update_rate, the biases change so that the experts get similar numbers of tokens (DeepSeek-V3)."""
     n_group: Size = 1
-    """Number of groups of experts. A token is routed only to experts of its best topk_group groups (DeepSeek-V3).
-    With router_score = 'sigmoid', a group's score is the sum of its two highest expert scores. With 'softmax', the
-    score is its highest expert score."""
+    """Number of groups of experts. A token is routed only to experts in the topk_group groups with the highest scores
+    (DeepSeek-V3). With router_score = 'sigmoid', a group's score is the sum of its two highest expert scores. With
+    'softmax', a group's score is its highest expert score."""
     topk_group: Size = 1
-    """Number of groups that a token is routed to, if n_group is above 1."""
+    """Number of groups that a token's experts may come from, if n_group is above 1."""
     routed_scaling_factor: float = Field(1.0, gt=0)
     """Factor on the sum of the chosen experts' outputs."""
     shared_expert_intermediate_size: int = Field(0, ge=0)

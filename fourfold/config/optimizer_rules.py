@@ -1,4 +1,4 @@
-"""The section [optimizer] of the run file, and which update rule each parameter gets."""
+"""The section [optimizer] of the run file, and the choice of the update rule for each parameter."""
 
 from typing import Literal, Self
 
@@ -26,12 +26,12 @@ class ParameterGroup(Strict):
     """
 
     parameters: list[str] = Field(min_length=1)
-    """Names of parameters. * matches anything: 'embed_tokens.*', 'layers.*.mlp.*'."""
+    """Names of the group's parameters. * matches anything, as in 'embed_tokens.*' or 'layers.*.mlp.*'."""
     lr_ratio: float = Field(1.0, ge=0)
-    """Factor on the learning rate of these parameters. 0 freezes them."""
+    """Factor on the learning rate of these parameters. 0 freezes the parameters."""
     weight_decay: float | None = Field(None, ge=0)
     """Weight decay of these parameters. It also applies to norms and biases if `parameters` names them. Default: the
-    same as without the group."""
+    weight decay that the parameters have without the group."""
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -98,6 +98,6 @@ def rule_of(name: str, dims: int, optimizer: UpdateRule) -> UpdateRule:
 
 
 def is_matrix(name: str, dims: int) -> bool:
-    """Return whether a parameter is a matrix or a stack of matrices. A stack of the experts' biases has two dimensions
-    too, but does not count."""
+    """Return whether a parameter is a matrix or a stack of matrices. A stack of the experts' biases is not a matrix,
+    although it has two dimensions."""
     return dims > 1 and not name.endswith("bias")

@@ -17,7 +17,7 @@ def check_countable(model: ModelConfig) -> None:
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters, including vocabulary padding. Tied weights count once."""
+    """Return the model's number of parameters, including the padding of the vocabulary. Tied weights count once."""
     hidden = model.hidden_size
     embeddings = model.padded_vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
     if model.position_embedding == "learned":
@@ -93,7 +93,7 @@ def _mlp(model: ModelConfig) -> int:
 
 
 def _mixture(model: ModelConfig, experts: int) -> int:
-    """Return the number of parameters of a router, of ``experts`` experts, and of the shared expert."""
+    """Return the number of parameters of an MoE layer's router, ``experts`` of its experts, and its shared expert."""
     hidden, shared = model.hidden_size, model.shared_expert_intermediate_size
     width = experts * model.moe_intermediate_size + shared
     router = model.num_experts * (hidden + model.router_bias + model.mlp_bias)

@@ -15,14 +15,15 @@ def _read() -> dict[str, dict[str, Any]]:
 
 
 PRESETS = _read()
-"""The keys of [model] for each preset."""
+"""Maps the name of each preset to its keys of [model] and their values."""
 
 
 def with_preset(section: dict[str, Any], given_as: str = "model.preset =") -> dict[str, Any]:
-    """Add the sizes of the preset that a ``[model]`` table names. Keys that the table already has stay unchanged.
+    """Return a ``[model]`` table with the sizes of the preset that it names. Keys of the table override the preset. A
+    table without a preset is returned unchanged.
 
     Args:
-        section: The table.
+        section: The ``[model]`` table.
         given_as: The key or command-line option that named the preset. The error message begins with it.
 
     Raises:
@@ -41,7 +42,7 @@ def with_preset(section: dict[str, Any], given_as: str = "model.preset =") -> di
 def filled(section: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Return a ``[model]`` table with its missing keys filled from ``defaults``.
 
-    If both tables have a table ``rope_scaling`` of the same type, its missing keys are filled too.
+    If both tables have a ``rope_scaling`` of the same type, the missing keys of ``rope_scaling`` are filled too.
     """
     both = {**defaults, **section}
     base, own = defaults.get("rope_scaling"), section.get("rope_scaling")

@@ -17,7 +17,7 @@ class RopeScaling(Strict):
     """Method that scales the frequencies. If a key's description begins with the name of a method, the key is only for
     this method."""
     factor: float = Field(gt=0)
-    """How many times longer the context becomes."""
+    """Length of the longer context divided by the length of the original context."""
     original_max_position_embeddings: int | None = Field(None, gt=0)
     """Context length that the model was trained with. llama3 and yarn need this key."""
     low_freq_factor: float = Field(1.0, gt=0)
@@ -30,13 +30,13 @@ class RopeScaling(Strict):
     beta_slow: float = Field(1.0, gt=0)
     """yarn: channels that make fewer full turns than this within the original context are scaled by the full factor."""
     truncate: bool = True
-    """yarn: the scaling grows between two channel numbers, which follow from beta_fast and beta_slow. With true, both
-    numbers are rounded to integers. GPT-OSS does not round them."""
+    """yarn: beta_fast and beta_slow determine two channel indices. Between these indices, the scaling grows from none
+    to the full factor. With true, both indices are rounded to integers. GPT-OSS does not round the indices."""
     attention_factor: float | None = Field(None, gt=0)
     """yarn: factor on the cosines and sines of the rotary embedding. Default: 0.1 ln(factor) + 1."""
     mscale: float | None = Field(None, gt=0)
-    """yarn: with mscale_all_dim, the default of attention_factor is (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim
-    ln(factor) + 1) (DeepSeek-V2)."""
+    """yarn: if mscale and mscale_all_dim are set, the default of attention_factor is (0.1 mscale ln(factor) + 1) / (0.1
+    mscale_all_dim ln(factor) + 1) (DeepSeek-V2)."""
     mscale_all_dim: float | None = Field(None, gt=0)
     """yarn: part of the default of attention_factor (see mscale). With latent attention, scores are also multiplied by
     (0.1 mscale_all_dim ln(factor) + 1)²."""
@@ -56,13 +56,13 @@ class RopeScaling(Strict):
         return self
 
     def yarn_scale(self, mscale: float) -> float:
-        """Return YaRN's factor 0.1 · mscale · ln(factor) + 1, or 1 if the context does not become longer."""
+        """Return 0.1 · mscale · ln(``factor``) + 1, a factor in YaRN, or 1 if ``factor`` is at most 1."""
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 def no_pairs(head_dim: int, is_derived: bool, share: float, channels: int) -> str:
-    """Return the error message if a head has no rotated channels, or an odd number of them. Rotary embeddings rotate
-    pairs of channels.
+    """Return the error message for a head with an odd number of rotated channels, or with none. Rotary embeddings
+    rotate pairs of channels.
 
     Args:
         head_dim: Number of channels per head.

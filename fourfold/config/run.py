@@ -29,7 +29,7 @@ from fourfold.config.optimizer_rules import OptimizerConfig
 from fourfold.config.strict import PathText, Size, Strict
 
 AXES = ("pp", "dp", "cp", "z", "y", "x")
-"""The axes of the grid, outermost first. x is innermost, so its ranks are neighbors and stay inside a node."""
+"""The axes of the grid, outermost first. x is innermost, so the ranks of x are consecutive, in one node if they fit."""
 
 AxisSize = Annotated[int, Field(ge=1, le=2**20)]
 
@@ -39,7 +39,7 @@ PipelineSchedule = Literal[
 
 
 class ParallelConfig(Strict):
-    """Sizes of the grid's axes. Their product is the number of processes."""
+    """Sizes of the grid's axes. The product of x, y, z, dp, cp, and pp is the number of processes."""
 
     x: AxisSize = 1
     """Tensor parallel: split the output features of q, k, v, up, and gate. Between the layers, x splits the sequence.
@@ -69,7 +69,7 @@ class ParallelConfig(Strict):
     """Pipeline schedule ([pipeline.md](pipeline.md#schedules)). The names are torch's names."""
     stages_per_rank: int = Field(2, ge=2)
     """Number of stages per pp rank in LoopedBFS and the two Interleaved schedules. ZBVZeroBubble and DualPipeV always
-    have 2. GPipe and 1F1B have 1. More stages shrink the bubble but add transfers."""
+    have 2. GPipe and 1F1B have 1. More stages shorten the time that ranks wait, but add transfers."""
     layers_per_stage: tuple[int, ...] | None = Field(None, strict=False, examples=[(4, 4)])
     """Number of layers in each stage. By default, fourfold balances the work, including the embedding and the head."""
 
@@ -79,7 +79,7 @@ class ParallelConfig(Strict):
         return self.pp * self.dp * self.cp * self.z * self.y * self.x
 
     def describe(self) -> str:
-        """Return the grid in one line, without axes of size 1."""
+        """Return one line of text that lists the sizes of the grid's axes, without axes of size 1."""
         sizes = [f"{axis} {size}" for axis in (*AXES, "ep") if (size := getattr(self, axis)) > 1]
         return " × ".join(sizes or ["one process"]) + (f", zero {self.zero}" if self.zero else "")
 
@@ -98,15 +98,15 @@ class OverlapConfig(Strict):
     gate_sum: bool = True
     """Sum the gate's output over y while the up projection is computed."""
     batch_parts: int = Field(1, ge=1)
-    """Number of parts of a micro-batch (default 1). While the collectives of one part run over x and y, another part
-    computes. More parts hide more communication, but each matmul gets smaller. The number must divide micro_batch_size
-    or the number of tokens of a sequence on one rank. Works with the same models as training.float8."""
+    """Split each micro-batch into this many parts (default 1). While the collectives of one part run over x and y,
+    another part computes. More parts hide more communication, but each matmul gets smaller. The number must divide
+    micro_batch_size or the number of tokens of a sequence on one rank. Works with the models that float8 works with."""
     weight_prefetch: int = Field(1, ge=0)
     """Number of layers whose weights are gathered ahead of time (default 1). Higher values hide more communication and
     use more memory. 0 gathers nothing ahead."""
     shards_per_node: int = Field(1, ge=1)
     """Number of ranks of a shard group on each node: the GPUs per node / (x·y). A shard group is the ranks of z, or
-    with parallel.zero above 0 the ranks of dp·cp·z. Above 1, the group's collectives run in two levels, inside nodes
+    the ranks of dp·cp·z if parallel.zero is above 0. Above 1, the group's collectives run in two levels, inside nodes
     and across nodes. 1 (default) runs one ring over all ranks."""
 
 
@@ -130,8 +130,9 @@ class TrainingConfig(Strict):
     """Run the blocks' matmuls in float8 with this torchao recipe. Needs precision = 'bf16' and a GPU with float8.
     Not for MoE models, multi-token prediction, or latent, linear, or gated attention."""
     tuned_products: Literal["off", "cached", "measured"] = "off"
-    """Memory layouts of the blocks' matmuls. `cached` uses the fastest layouts that `fourfold machine tune-matmul`
-    found on this machine. When the run starts, `measured` also measures matmul sizes that have no result yet."""
+    """Memory layouts of the blocks' matmuls. `off` uses the default layouts. `cached` uses the fastest layouts that
+    `fourfold machine tune-matmul` found on this machine. `measured` does the same, but first measures the
+    run's matmul sizes that have no result yet."""
     compile: bool = False
     """Compile each block with torch.compile. Not for MoE models, linear attention, or multi-token prediction."""
     mtp_loss_weight: float = Field(0.1, gt=0)
@@ -164,13 +165,13 @@ class TrainingConfig(Strict):
 
 class SchedulerConfig(Strict):
     warmup_steps: int = Field(0, ge=0)
-    """Number of steps of linear warm-up."""
+    """Number of steps during which the learning rate rises linearly to optimizer.lr."""
     decay_style: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up. `wsd` lowers it only at the end (`decay_ratio`)."""
+    """How the learning rate falls after the warm-up. `wsd` lowers it only at the end. `constant` does not lower it."""
     decay_ratio: float = Field(0.2, gt=0, le=1)
     """wsd: the learning rate falls during this fraction of the run's steps, at the end of the run."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """Final learning rate relative to optimizer.lr."""
+    """Learning rate at the end of the run, as a fraction of optimizer.lr. Not used if decay_style is 'constant'."""
 
 
 class CheckpointConfig(Strict):
@@ -250,7 +251,7 @@ class RunConfig(Strict):
 
 
 def _conflicts(run: RunConfig) -> Iterator[str]:
-    """Yield a sentence for each key whose value does not fit another section, with a value that works."""
+    """Yield an error message for each key that does not fit another section. The message says what would work."""
     training = run.training
     if run.optimizer.stochastic_rounding and training.master_weights != "bf16":
         yield (
@@ -290,7 +291,7 @@ def _conflicts(run: RunConfig) -> Iterator[str]:
 
 
 def _conflicts_with_the_model(run: RunConfig) -> Iterator[str]:
-    """Yield the settings that the model has no layers for."""
+    """Yield an error message for each setting that needs layers or biases that the model lacks."""
     moe, weight, default = run.moe, run.training.mtp_loss_weight, TrainingConfig.model_fields["mtp_loss_weight"].default
     if weight != default and not run.model.num_nextn_predict_layers:
         yield f"training.mtp_loss_weight = {weight} needs model.num_nextn_predict_layers > 0; {default} works"
@@ -305,7 +306,7 @@ def _conflicts_with_the_model(run: RunConfig) -> Iterator[str]:
 
 
 def _conflicts_of_adapters(run: RunConfig) -> Iterator[str]:
-    """Yield the conflicts of LoRA with other sections."""
+    """Yield an error message for each setting that does not work with LoRA."""
     rank = run.lora.rank
     if run.parallel.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
         yield (
@@ -325,7 +326,7 @@ def _conflicts_of_adapters(run: RunConfig) -> Iterator[str]:
 
 
 def _conflicts_of_pairs(run: RunConfig) -> Iterator[str]:
-    """Yield the conflicts of preference optimization ([dpo]) with other sections."""
+    """Yield an error message for each setting that does not work with preference optimization ([dpo])."""
     beta, micro_batch_size, strategy = run.dpo.beta, run.training.micro_batch_size, run.masks.goldfish.strategy
     if run.data.format != "preferences":
         yield (

@@ -48,7 +48,7 @@ def rank_of_stage(stage: int, grid: ParallelConfig) -> int:
 
 
 def stage_layers(model: ModelConfig, grid: ParallelConfig) -> list[range]:
-    """Return the layers of every stage.
+    """Return the indices of the layers in each stage.
 
     ``parallel.layers_per_stage`` sets the number of layers per stage. By default, ``balanced`` computes these numbers.
     """
@@ -63,7 +63,8 @@ def stage_layers(model: ModelConfig, grid: ParallelConfig) -> list[range]:
 
 @lru_cache
 def balanced(layers: int, stages: int, first: float, last: float) -> tuple[int, ...]:
-    """Return the number of layers of each stage. The busiest stage gets as little work as possible.
+    """Divide layers among stages, and return the number of layers of each stage. The busiest stage gets as little work
+    as possible.
 
     The first stage also holds the embedding, which counts as ``first`` layers. The last stage also holds the head,
     which counts as ``last`` layers.

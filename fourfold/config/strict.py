@@ -10,8 +10,8 @@ Size = Annotated[int, Field(gt=0, le=2**31)]
 LARGEST = 2**63 - 1
 """Largest integer that torch and NumPy can represent."""
 LONGEST_NAME, LONGEST_PATH = 240, 3500
-"""Largest number of bytes in a file name and in a path that the user gives. File systems allow a little more, but
-fourfold appends its own file names."""
+"""Largest numbers of bytes in a file name (first) and in a path (second) that the user gives. File systems allow a
+little more, but fourfold appends its own file names."""
 
 
 class Strict(BaseModel):

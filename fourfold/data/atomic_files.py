@@ -10,7 +10,7 @@ from pathlib import Path
 from fourfold.errors import UserError
 
 _LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
-"""Error numbers of file systems without locks. NFS returns EBADF for a folder."""
+"""Errors that `flock` raises on file systems without locks. NFS raises EBADF if the locked path is a folder."""
 
 _REMEDIES = {
     errno.ENOENT: "make its folder first, or choose another path",
@@ -20,7 +20,7 @@ _REMEDIES = {
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a temporary path next to `path`. This process writes there first, and then renames the file to `path`."""
+    """Return a temporary path in the folder of `path`. The caller writes there, and then renames the file to `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
@@ -60,12 +60,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_writable(path: Path, option: str, name: str) -> None:
-    """Check before a long computation that the file given by an option can be written.
+    """Check that the output file that a command-line option names can be written. Call this before a long computation.
 
     Args:
-        path: The file.
-        option: Name of the option, for messages.
-        name: A file name that would work.
+        path: The output file.
+        option: Name of the option for the error message, such as "--out".
+        name: Example of a file name. The error message suggests it if `path` is a folder.
 
     Raises:
         UserError: The file is a folder, or its folder is missing or read-only.
@@ -77,7 +77,7 @@ def check_writable(path: Path, option: str, name: str) -> None:
 
 
 def write_output(path: Path, content: str | bytes) -> None:
-    """Write a file for the user, completely or not at all.
+    """Write an output file, completely or not at all. Text is written as UTF-8.
 
     Raises:
         WriteFailed: The file cannot be written.
@@ -87,8 +87,8 @@ def write_output(path: Path, content: str | bytes) -> None:
 
 
 def swap_in(partial: Path, folder: Path) -> None:
-    """Rename the folder `partial` to `folder`, and remove the folder that it replaces. No reader sees an incomplete
-    folder."""
+    """Rename the folder `partial` to `folder`. If `folder` already exists, the old folder is removed. No reader sees an
+    incomplete folder."""
     replaced = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
@@ -98,7 +98,8 @@ def swap_in(partial: Path, folder: Path) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Flush a folder's entries and its JSON files to disk. Tensor files are flushed when they are written."""
+    """Flush a folder's list of entries and its JSON files to disk (fsync). Tensor files need no flush here: they are
+    flushed when they are written."""
     for path in (*folder.glob("*.json"), folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -109,8 +110,8 @@ def flush(folder: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to write to. When the block ends, the folder is renamed to `path`. If the block fails, the folder
-    is removed.
+    """Yield a temporary folder to write to. If the block succeeds, the folder is renamed to `path`. If the block raises
+    an error, the folder is removed.
 
     Raises:
         UserError: `path` exists or cannot be written.
@@ -119,7 +120,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise UserError(f"{path} exists; choose another folder, or remove it")
     with writing(path):
         unfinished = temporary_name(path)
-        shutil.rmtree(unfinished, ignore_errors=True)  # A killed process with the same id may have left it.
+        shutil.rmtree(unfinished, ignore_errors=True)  # An earlier process with the same id may have left this folder.
         unfinished.mkdir(parents=True)
         try:
             yield unfinished
@@ -185,7 +186,7 @@ def _lock(descriptor: int, wait: bool, refusal: str) -> None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether `path` still leads to the open file. Another process may have removed or replaced the file."""
+    """Return whether the open file is still at `path`. Another process may have removed or replaced the file."""
     try:
         return path.stat().st_ino == os.fstat(descriptor).st_ino
     except FileNotFoundError:

@@ -27,12 +27,12 @@ _MOST_PASSAGES = 1 << 20
 
 @dataclass(frozen=True)
 class Canaries:
-    """The canaries to plant."""
+    """How many canaries to plant, how often, and how their copies differ."""
 
     count: int
-    """Number of canaries for each repeat count."""
+    """Number of canaries for each number in `repeats`."""
     repeats: tuple[int, ...]
-    """Repeat counts, all different. Canaries with 0 repeats are the control."""
+    """How many copies of a canary to plant, as a list of different numbers. Canaries with 0 copies are the control."""
     length: int = 100
     """Number of tokens per canary."""
     noise: float = 0.0
@@ -66,23 +66,23 @@ class Canaries:
 
 
 def ledger_path(prefix: str | Path) -> Path:
-    """Return the path of a corpus's ledger of canaries."""
+    """Return the path of a corpus's ledger, the file that lists the canaries."""
     return Path(f"{prefix}-canaries.jsonl")
 
 
 def copy_of(
     tokens: NDArray[np.int64], canary: int, copy: int, canaries: Canaries, tokenizer: AnyTokenizer
 ) -> NDArray[np.int64]:
-    """Return one copy of a canary, as it is planted.
+    """Return the tokens of one planted copy of a canary: the canary's tokens with this copy's noise and shift.
 
-    The result depends only on the arguments. Noise never inserts a special token, because a special token could end the
+    Equal arguments give an equal copy. Noise never inserts a special token, because a special token could end the
     document. If the noise draws a special token, the canary's own token stays.
 
     Args:
-        tokens: The canary [length].
+        tokens: The canary's tokens, without noise [length].
         canary: Index of the canary.
-        copy: Index of the copy.
-        canaries: Settings of the canaries. The result depends on noise, shift, and seed.
+        copy: Index of the copy among the copies of this canary.
+        canaries: Settings of the canaries. Only noise, shift, and seed are used.
         tokenizer: The tokenizer whose vocabulary random tokens come from.
 
     Returns:
@@ -98,14 +98,16 @@ def copy_of(
 
 
 class CorpusPieces:
-    """A corpus cut into pieces. Some pieces become canaries, and canaries are planted between pieces.
+    """A corpus cut into pieces. Canaries are planted between pieces. By default, the canaries are the beginnings of
+    some pieces, and these pieces are taken out of the corpus.
 
-    If at least `wanted` documents have `length` tokens of text, each document is a piece. Otherwise, each document is
-    cut into passages, and each passage is a piece. A passage has `length` tokens (more in a huge corpus). The last
-    passage of a document also has the remaining tokens. A document that is too short for two passages stays whole.
+    If at least `wanted` documents have `length` or more tokens of text, each document is a piece. Otherwise, each
+    document is cut into passages, and each passage is a piece. A passage has `length` tokens (more in a huge corpus).
+    The last passage of a document also has the remaining tokens. A document that is too short for two passages stays
+    whole.
 
     Args:
-        corpus: The corpus.
+        corpus: The corpus to cut.
         length: Number of tokens per canary.
         wanted: Number of pieces that will become canaries.
     """
@@ -132,14 +134,17 @@ class CorpusPieces:
         return self._corpus.read(int(self._offsets[piece]), length).astype(np.int64)
 
     def documents(self, pieces: NDArray[np.int64], eod_id: int) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
-        """Return the tokens of some pieces as documents, and the length of each document.
+        """Make documents from some pieces.
 
-        Neighboring pieces of one document stay together. If a document is cut off before its end, an end-of-document
-        token is added.
+        Pieces that follow each other in a document stay one document. If the end of a document is not among the pieces,
+        an end-of-document token is added.
 
         Args:
             pieces: Indices of the pieces, ascending.
             eod_id: End-of-document token.
+
+        Returns:
+            The tokens of all documents, concatenated, and then the number of tokens of each document.
         """
         if len(pieces) == 0:
             return np.empty(0, self._corpus.dtype), np.empty(0, dtype=np.int64)
@@ -162,21 +167,21 @@ class CorpusPieces:
 
 
 def plant(split: CorpusSplit, canaries: Canaries, tokenizer: Tokenizer, text_key: str, ledger: Path) -> CorpusSplit:
-    """Write a second corpus next to the corpus of `split`. The second corpus has the pieces of `split`, with canaries
-    at random positions between the pieces. Also write the ledger.
+    """Write a copy of a corpus with canaries at random positions, and write the ledger. The canaries are between the
+    pieces of the corpus (see `CorpusPieces`).
 
     Pieces that become canaries are taken out of the corpus. So a canary with 0 repeats occurs nowhere, unless the
     corpus has another copy of its text.
 
     Args:
-        split: The corpus.
+        split: The corpus without canaries. The new corpus is written next to it.
         canaries: The canaries to plant.
         tokenizer: The tokenizer of the corpus.
         text_key: Key of the text in the rows of `canaries.source`.
         ledger: Path of the ledger to write.
 
     Returns:
-        The new corpus, with its counts.
+        The new corpus, with its numbers of documents, tokens, and bytes.
 
     Raises:
         UserError: The source has too little text or cannot be read.
@@ -219,7 +224,7 @@ def plant(split: CorpusSplit, canaries: Canaries, tokenizer: Tokenizer, text_key
 def _sequences(
     pieces: CorpusPieces, canaries: Canaries, wanted: int, tokenizer: Tokenizer, text_key: str
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Return the tokens of all canaries in random order, and the indices of the pieces that became canaries."""
+    """Return the tokens of each canary in random order, and then the indices of the pieces that became canaries."""
     nothing = np.empty(0, dtype=np.int64)
     if canaries.source == RANDOM:
         text_ids = np.setdiff1d(np.arange(tokenizer.vocab_size), tokenizer.special_ids)

@@ -26,13 +26,14 @@ _ALWAYS_USED = ("role", "content")
 
 
 class ChatTemplate:
-    """A transformers tokenizer with its own chat template, or with your template.
+    """Tokenizes conversations with a transformers tokenizer and a chat template: the tokenizer's own, or your file.
 
     The tokens are the same as transformers' `apply_chat_template` returns for the whole conversation.
 
-    A template can mark the assistant's text with {% generation %}. If a template has no such marks, this class renders
-    the conversation once without an answer and once with it. The answer is the text that the second rendering adds, up
-    to and including the token that ends it. A token belongs to the answer if the token's first character does.
+    A template can mark the assistant's text with {% generation %}. If a template has no such marks, this class finds
+    each answer by rendering the messages twice: without the answer and with the answer. The text that the second
+    rendering adds is the answer, up to and including the token that ends the answer. A token belongs to the answer if
+    the token's first character does.
 
     Keys of a message:
         - `weight`: 0 leaves an answer out of training.
@@ -160,7 +161,7 @@ class ChatTemplate:
         return found
 
     def _check_used(self, messages: Sequence[Message], options: Mapping[str, Any], text: str, template: str) -> None:
-        """Raise ValueError if the template does not use the row's tools, one of its template variables, or a key of a
+        """Raise ValueError if the template does not use the row's tools, a variable that the row sets, or a key of a
         message."""
         remedy = "remove it, or drop it with --ignore-key"
         for key in options:
@@ -219,7 +220,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """Return whether the template accepts content as plain text. Some templates accept only parts."""
+        """Return whether the template accepts a message's content as plain text, not only as a list of parts."""
         return not self._takes_parts or _PROBE in (self._try_to_render([_user(_PROBE)]) or "")
 
     @cached_property
@@ -231,7 +232,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_objects(self) -> bool:
-        """Return whether the template itself turns the arguments of a tool call into JSON."""
+        """Return whether the template expects the arguments of a tool call as an object, not as JSON text."""
         objects, texts = (
             self._try_to_render([_user(_PROBE), _calling(each)]) for each in ({_PROBE: 1}, json.dumps({_PROBE: 1}))
         )
@@ -244,7 +245,7 @@ class ChatTemplate:
         return (self._try_to_render([_user(_PROBE)], add_generation_prompt=True) or "").removeprefix(asked)
 
     def _find_tail(self, options: Mapping[str, Any]) -> str:
-        """Return the text that the template appends to every conversation with these options."""
+        """Return the text that the template, given these options, appends to every conversation."""
         if not options:
             return ""
         plain, full = self._try_to_render([_user(_PROBE)]), self._try_to_render([_user(_PROBE)], options)
@@ -275,7 +276,7 @@ class ChatTemplate:
 
 
 def _read_weights(messages: Sequence[Message]) -> list[int | None]:
-    """Return one value per message: 1 if it is trained, 0 if its `weight` is 0, and None if it is not an answer."""
+    """Return one value per message: 1 for a trained answer, 0 for an answer with weight 0, None for other messages."""
     if not messages:
         raise ValueError("messages is not a list of messages")
     found: list[int | None] = []
@@ -294,7 +295,7 @@ def _read_weights(messages: Sequence[Message]) -> list[int | None]:
 
 
 def _unmark_untrained(marked: NDArray[np.bool_], weights: Sequence[int | None]) -> NDArray[np.bool_]:
-    """Mark the tokens of answers with weight 0 as not trained."""
+    """Return `marked`, the flags of the answers' tokens, with False for the tokens of answers with weight 0."""
     answers = [weight for weight in weights if weight is not None]
     if all(answers):
         return marked

@@ -28,13 +28,13 @@ _PAIRS = "prompt, chosen and rejected as texts, or chosen and rejected as lists 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for a chat template."""
+    """A conversation for a chat template to render."""
 
     messages: Sequence[Mapping[str, Any]]
     prompt: int = 0
     """Number of messages at the start that are not trained."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, such as tools."""
+    """Variables of the chat template and their values, such as tools."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def is_harmless(key: str, ignored: Collection[str]) -> bool:
 
 
 def read_row(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Conversation | Completion]:
-    """Read one row of --format sft.
+    """Read one row of an input of `fourfold prepare --format sft`.
 
     A row has one of these forms:
         - `messages` (OpenAI)
@@ -60,7 +60,7 @@ def read_row(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Conv
         - `instruction` and `output`, with an optional `input` (Alpaca)
 
     Args:
-        row: The row.
+        row: The row's keys and values.
         ignored: Keys to drop.
 
     Returns:
@@ -92,14 +92,14 @@ def read_row(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Conv
 
 
 def read_pair(row: Mapping[str, Any], ignored: Collection[str] = ()) -> list[Conversation | Completion]:
-    """Read one row of --format preferences: a prompt with a chosen and a rejected answer.
+    """Read one row of an input of `fourfold prepare --format preferences`: a prompt, a chosen and a rejected answer.
 
     A row has one of these forms:
         - `prompt`, `chosen`, and `rejected` as texts
         - `chosen` and `rejected` as lists of messages, with an optional `prompt` as a list
 
     Args:
-        row: The row.
+        row: The row's keys and values.
         ignored: Keys to drop.
 
     Returns:
@@ -149,8 +149,8 @@ def _make_conversation(row: Mapping[str, Any], messages: Any, prompt: int = 0, *
 
 
 def _convert_message(number: int, message: Any) -> Any:
-    """Convert a ShareGPT message (from and value) to role and content, or to tool calls. Return any other message
-    unchanged."""
+    """Convert a ShareGPT message, which has the keys from and value, to a message with role and content or tool_calls.
+    Return any other message unchanged."""
     if not isinstance(message, dict) or "from" not in message or "role" in message:
         return message
     speaker = message["from"]

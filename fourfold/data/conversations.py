@@ -1,4 +1,5 @@
-"""Read conversations as samples: conversations packed into windows, or pairs of answers to one prompt.
+"""Read the samples of a run that trains on conversations: windows packed with conversations, or pairs of answers to the
+same prompt. A window is the tokens of one sample.
 
 A conversation is never divided between windows. If it is longer than a window, its end is cut off. Conversations in the
 same window cannot attend to each other.
@@ -38,16 +39,16 @@ class ConversationCorpus:
     """A prepared corpus of conversations. Subclasses cut it into samples of `seq_length` + 1 tokens.
 
     Args:
-        prefix: Path, without a suffix, of a corpus that `fourfold prepare --format` made. Each conversation is one
-            document. In a corpus of pairs, each answer with its prompt is one document.
-        seq_length: Number of tokens per sample.
+        prefix: Path, without a suffix, of a corpus from `fourfold prepare --format sft` or `--format preferences`. Each
+            conversation is one document. In a corpus of pairs, each answer with its prompt is one document.
+        seq_length: Number of tokens of a sample that the model reads. The last token of a sample is only a target.
         seed: Seed of the order of samples.
-        look_back: Number of padding tokens before each sample, for masks.
+        look_back: Number of padding tokens before each sample. Only masks read these tokens.
 
     Attributes:
         corpus: Tokens of the conversations.
         answers: For each token of `corpus`, a flag that says whether the token is trained.
-        padding: Token that fills the end of a sample.
+        padding: Id of the token that fills the end of a sample.
 
     Raises:
         UserError: The tokens and the flags do not belong together, or a file is missing or damaged.
@@ -64,16 +65,16 @@ class ConversationCorpus:
         self._offsets = self.corpus.document_offsets
 
     def _fitting(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the length of each conversation, and whether one of its trained tokens is within the first
-        `seq_length` + 1 tokens."""
+        """Return the length of each conversation, and whether at least one trained token is among the conversation's
+        first `seq_length` + 1 tokens."""
         lengths = np.diff(self._offsets)
         return lengths, first_answers(self.answers, self._offsets) < np.minimum(lengths, self.seq_length + 1)
 
     def _filled(
         self, windows: Sequence[Sequence[int]], numbers: NDArray[np.int64], reference: NDArray[np.float32] | None = None
     ) -> Windows:
-        """Fill each window with its conversations in the given order, and then with padding. The padding is a separate
-        document."""
+        """Fill each window with the conversations that `windows` lists for it, and then with padding. The padding is a
+        separate document."""
         room = self.seq_length + 1
         stream = np.full((len(windows), self.look_back + room), self.padding, dtype=np.int64)
         documents = np.full_like(stream, NO_DOCUMENT)
@@ -143,9 +144,9 @@ class PreferencePairs(ConversationCorpus):
     """Windows of `seq_length` + 1 tokens. Each window holds one answer with its prompt, followed by padding, which is
     not trained.
 
-    Samples 2n and 2n + 1 are the chosen and the rejected answer of a pair. Epoch n // pairs visits all pairs in its own
-    order, drawn from `seed`. If an answer does not fit, its end is cut off. A pair is skipped if the prompt of either
-    answer fills the window.
+    Samples 2n and 2n + 1 are the chosen and the rejected answer of a pair. With P pairs, this pair belongs to epoch
+    n // P. Each epoch visits all pairs in its own order, drawn from `seed`. If an answer does not fit into the window,
+    its end is cut off. A pair is skipped if the prompt of either answer fills the window.
 
     Raises:
         UserError: An answer has no pair, no pair fits, or the corpus cannot be opened (see `ConversationCorpus`).
@@ -167,15 +168,15 @@ class PreferencePairs(ConversationCorpus):
         self.left_out = len(kept) - len(self._pairs)
         self.cut = int((lengths[kept] > seq_length + 1).any(1).sum())
         self.reference: NDArray[np.float32] | None = None
-        """Log-probability of each answer under the reference model [documents of the corpus]. None until it is known.
-        """
+        """Log-probability of each answer under the reference model [documents of the corpus]. None until the trainer
+        has computed or loaded these values."""
 
     def __len__(self) -> int:
         """Return the number of samples in one epoch, two per pair."""
         return 2 * len(self._pairs)
 
     def documents_of(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """Return the index of each sample's document in the corpus."""
+        """Return which document of the corpus each sample reads, as indices. `numbers` are the samples' indices."""
         pairs, second = np.divmod(np.asarray(numbers, dtype=np.int64), 2)
         epoch, within = np.divmod(pairs, len(self._pairs))
         chosen: NDArray[np.int64] = 2 * self._pairs[sample_permutation(within, len(self._pairs), self.seed, epoch)]
@@ -189,8 +190,8 @@ class PreferencePairs(ConversationCorpus):
 
 
 def pack(lengths: Sequence[int] | NDArray[np.integer], room: int) -> list[NDArray[np.int64]]:
-    """Pack items into bins with the best-fit method: take the longest item first, and put each item into the fullest
-    bin that has space for it.
+    """Pack items into bins with the best-fit method: go from the longest item to the shortest, and put each item into
+    the fullest bin that has space for it.
 
     Args:
         lengths: Length of each item, at most `room`.

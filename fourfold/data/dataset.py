@@ -14,7 +14,7 @@ from fourfold.data.order import hash64, sample_permutation
 from fourfold.errors import UserError
 
 BLOCK = 10_000
-"""Number of samples in a block of a mixture. Every block has the same number of samples from each source."""
+"""Number of samples in a block of a mixture. A source contributes the same number of samples to every block."""
 
 NO_DOCUMENT = -(2**31)
 """Document index of positions before the first token of a corpus or conversation."""
@@ -22,7 +22,8 @@ NO_DOCUMENT = -(2**31)
 
 @dataclass(frozen=True)
 class Windows:
-    """A batch of windows of the token stream: the samples, and what the masks need to know about them."""
+    """A batch of samples, and the information about them that the masks need. Each sample is a window of the token
+    stream, with some earlier tokens (the look-back)."""
 
     stream: NDArray[np.int64]
     """Tokens [samples, look_back + seq_length + 1]. The first `look_back` tokens of a row are only for masks. The model
@@ -37,7 +38,7 @@ class Windows:
     """Whether each token belongs to a trained answer of a conversation [samples, seq_length + 1]. None for plain
     text."""
     reference: NDArray[np.float32] | None = None
-    """Log-probability of each answer under the reference model of preference optimization [samples]."""
+    """Log-probability of each answer under the reference model [samples]. None without preference optimization."""
     is_data: NDArray[np.bool_] | None = None
     """False for padding [samples, seq_length + 1]. None if there is no padding."""
 
@@ -100,8 +101,8 @@ class TokenWindows:
         document_starts, missing = [], []
         for row, window in enumerate(windows.tolist()):
             start = window * self.seq_length - self.look_back
-            # The look-back of the first windows reaches back beyond the first token of the corpus, so this many
-            # positions are missing.
+            # The look-back of the first windows begins before the first token of the corpus. `absent` is the number of
+            # positions that have no token.
             absent = max(0, -start)
             tokens[row, absent:] = self.corpus.read(start + absent, length - absent)
             document_starts.append(absent + self.corpus.document_starts(start + absent, length - absent))
@@ -110,15 +111,15 @@ class TokenWindows:
 
 
 class SourceMixture:
-    """Several sources in fixed proportions.
+    """A mixture of the samples of several sources, in fixed proportions.
 
     The number n alone determines sample n: which source it comes from, and its index in that source. Samples come in
     blocks of 10,000. In each block, the proportions are exact to 1 in 10,000, and a seeded arrangement spreads each
-    source evenly over the block. So shorter ranges of samples have nearly the same proportions. When a source runs out,
-    it starts again in another order.
+    source evenly over the block. So shorter ranges of samples have nearly these proportions too. When a source runs
+    out, it starts again in another order.
 
     Args:
-        sources: (source, weight). Weights are relative.
+        sources: Each source with its weight. Only the ratios of the weights matter.
         seed: Seed of the arrangement.
 
     Raises:
@@ -144,12 +145,12 @@ class SourceMixture:
         own_number = block * self.counts[source] + self._rank[place]
         rows = [np.flatnonzero(source == index) for index in range(len(self.sources))]
         parts = [each.read(own_number[own]) for each, own in zip(self.sources, rows, strict=True) if len(own)]
-        # The parts were concatenated source by source. This index restores the order of `numbers`.
+        # `mixed` concatenates the samples source by source. This index restores the order of `numbers`.
         order = np.argsort(np.concatenate(rows))
 
         def mixed(field: str) -> Any:
-            """Return a field of all rows, or None. All sources have the same data.format, so either all of them or none
-            have the field."""
+            """Return a field of all samples, or None if the sources lack this field. All sources have the same
+            data.format, so either all sources have the field or none."""
             found = [getattr(windows, field) for windows in parts]
             return None if found[0] is None else np.concatenate(found)[order]
 
@@ -170,9 +171,9 @@ def windows_of(
     Args:
         stream: Tokens [samples, look_back + seq_length + 1].
         document_starts: For each row, the indices in that row at which documents start.
-        missing: For each row, the number of positions before the first token of the corpus.
+        missing: For each row, the number of positions at its start that lie before the first token of the corpus.
         numbers: Index of each sample [samples].
-        look_back: Number of tokens before each window.
+        look_back: Number of extra tokens before each window. Only masks read these tokens.
     """
     length = stream.shape[1]
     documents = documents_of(document_starts, length)
@@ -199,7 +200,7 @@ def documents_of(starts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np
 
 
 def positions_of(documents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return each token's position in its document [rows, length].
+    """Return each token's position in its document, given the index of each token's document. Both are [rows, length].
 
     Positions in the first document are relative to the start of the window.
     """

@@ -45,7 +45,7 @@ class Goldfish:
         return self.config.h if self.config.strategy == "hash" else 0
 
     def __call__(self, windows: Windows) -> NDArray[np.bool_]:
-        """Return which targets of the windows stay in the loss [samples, S]."""
+        """Return True for each target of the windows that stays in the loss [samples, S]."""
         config, targets = self.config, windows.tokens[:, 1:]
         if config.strategy == "hash":
             dropped = hash_drops(windows, config.k, config.h, config.seed)
@@ -98,7 +98,7 @@ def hash_drops(windows: Windows, k: int, h: int, seed: int) -> NDArray[np.bool_]
     first h tokens of each window are kept too.
 
     Args:
-        windows: The windows.
+        windows: The samples, with the tokens before each sample (the look-back).
         k: About one target in k is dropped.
         h: Number of tokens to hash.
         seed: Seed of the hash.
@@ -163,8 +163,8 @@ def random_drops(numbers: NDArray[np.int64], seq_length: int, k: int, seed: int)
         True for each dropped target [samples, S].
     """
     of_sample = hash64(numbers, seed)[:, None]
-    # Hash the sample's number and the position separately before adding them. Otherwise, sample 5 at position 3 would
-    # have the same mask as sample 4 at position 4.
+    # Hash the sample's number and the position separately, and then add the hashes. Otherwise, sample 5 at position 3
+    # would have the same mask as sample 4 at position 4.
     of_place = hash64(np.arange(seq_length), seed + 1)
     with np.errstate(over="ignore"):
         return hash64(of_sample + of_place, seed + 2) < np.uint64(2**64 // k)

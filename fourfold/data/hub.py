@@ -11,19 +11,21 @@ PREFIX = "hf:"
 
 
 class HubStream:
-    """The documents of one part of a streamed dataset, in the dataset's order, repeated endlessly."""
+    """The documents of part `index` of a streamed dataset, in the dataset's order, repeated endlessly. The dataset is
+    divided into `count` parts."""
 
     def __init__(self, name: str, dataset: Any, count: int, index: int, text_key: str) -> None:
         self._name, self._dataset, self._part, self._text_key = name, dataset, (count, index), text_key
 
     def read(self, place: Any) -> Iterator[tuple[Any, str]]:
-        """Yield each document's place and text. A later call can begin again at any of these places.
+        """Yield each document's place and text. The place says where the document is in the stream, as a JSON value.
 
         Args:
-            place: Place of the document to begin with. None begins with the first document.
+            place: Place that an earlier call yielded. Reading begins with the document at this place. None begins with
+                the first document.
 
         Raises:
-            UserError: A row lacks the text column, a value in it is not text, or no row has any text.
+            UserError: A row lacks the text column, a value in this column is not text, or no row has any text.
         """
         epoch, state = (0, None) if place is None else (place["epoch"], place["state"])
         while True:
@@ -58,7 +60,8 @@ class HubStream:
 
 
 class HubDataset(NamedTuple):
-    """One split of a dataset. `name` is a Hub id (owner/name) or a folder of files that `datasets` reads."""
+    """One split of a dataset. `name` is a Hub id (owner/name) or a folder of files that `datasets` reads. If
+    `config` is None, `datasets` uses the default configuration."""
 
     name: str
     config: str | None
@@ -66,7 +69,7 @@ class HubDataset(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse hf:NAME, hf:NAME:SPLIT, or hf:NAME:CONFIG:SPLIT.
+        """Parse hf:NAME, hf:NAME:SPLIT, or hf:NAME:CONFIG:SPLIT. The default split is "train".
 
         Raises:
             UserError: The text has another form.
@@ -83,7 +86,7 @@ class HubDataset(NamedTuple):
         return PREFIX + ":".join(part for part in (self.name, self.config, self.split) if part is not None)
 
     def cached_files(self) -> list[Path]:
-        """Return the split's Arrow files in the cache of `datasets`. Download the dataset first if needed.
+        """Return the split's Arrow files in the cache of `datasets`. If the cache lacks the dataset, download it first.
 
         Raises:
             UserError: The dataset cannot be loaded or has no rows.

@@ -85,10 +85,10 @@ class IndexedDataset:
     Both files are memory-mapped. Opening reads the index once, in small blocks, so it needs little memory.
 
     Attributes:
-        prefix: Path without a suffix.
+        prefix: Path of the two files without their suffixes.
         dtype: Dtype of the stored tokens.
         lengths: Number of tokens in each sequence, int32 [sequences].
-        tokens: Number of tokens.
+        tokens: Number of tokens in the corpus.
 
     Raises:
         UserError: A file is missing or damaged, or the files contradict each other. The message names the file.
@@ -127,7 +127,7 @@ class IndexedDataset:
         return self._stream[start : start + length]
 
     def document_starts(self, start: int, length: int) -> NDArray[np.int64]:
-        """Return the document starts within tokens [start, start + length), ascending and relative to `start`.
+        """Return where documents start within tokens [start, start + length): ascending positions, relative to `start`.
 
         An empty document starts at the same position as the next document, so a position can occur twice.
         """
@@ -174,7 +174,7 @@ class IndexedDataset:
                 self._refuse("has document boundaries that do not ascend")
 
     def _check_sequences(self) -> None:
-        """Check that the sequences fill the .bin one after another, as Megatron's own tools write them."""
+        """Check that the sequences follow each other in the .bin without gaps, as Megatron's own tools write them."""
         total = 0
         for begin in range(0, len(self.lengths), CHECKED_AT_ONCE):
             sizes = self.lengths[begin : begin + CHECKED_AT_ONCE].astype(np.int64) * self.dtype.itemsize
@@ -192,12 +192,12 @@ class IndexedDataset:
 
 
 class IndexedWriter:
-    """Writes a corpus. Both files appear when the `with` block ends without an exception.
+    """Writes a corpus. Its .bin and .idx appear when the `with` block ends without an exception.
 
     Every document becomes one sequence.
 
     Args:
-        prefix: Path without a suffix.
+        prefix: Path of the two files without their suffixes.
         vocab_size: Size of the vocabulary. It determines the stored dtype, as in Megatron.
     """
 
@@ -230,7 +230,7 @@ class IndexedWriter:
 
         Args:
             tokens: Tokens of all documents, concatenated.
-            lengths: Length of each document.
+            lengths: Number of tokens of each document.
         """
         assert int(lengths.sum()) == len(tokens), (int(lengths.sum()), len(tokens))
         if tokens.dtype != self.dtype:

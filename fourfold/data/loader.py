@@ -19,14 +19,15 @@ Other = TypeVar("Other")
 
 @dataclass(frozen=True)
 class MicroBatch(Generic[Array]):
-    """The input of one forward pass. Fields are int64 [B, S] unless their own description says otherwise.
+    """The input of one forward pass: B sequences of S tokens. Fields are int64 [B, S] unless they say otherwise.
 
     The loader fills the fields with NumPy arrays. The training loop turns them into tensors.
     """
 
     tokens: Array
     labels: Array | None = None
-    """Targets: the next token, or IGNORE_INDEX if the loss leaves it out. Without labels the model returns logits."""
+    """Targets: the next token, or IGNORE_INDEX if the loss skips it. If this field is None, the model returns logits
+    instead of the loss."""
     positions: Array | None = None
     """Position of each token in its document. None means that positions are relative to the start of the sequence."""
     document_ends: Array | None = None
@@ -45,21 +46,21 @@ class MicroBatch(Generic[Array]):
     """The label of each token in `next_tokens` [B, S, D], or IGNORE_INDEX if there is no such token."""
 
     def map(self, function: Callable[[Array], Other]) -> "MicroBatch[Other]":
-        """Apply `function` to every field that is not None."""
+        """Apply `function` to each field, and return a micro-batch of the results. Fields that are None stay None."""
         given: dict[str, Array] = {name: field for name, field in vars(self).items() if field is not None}
         return MicroBatch(**{name: function(field) for name, field in given.items()})
 
 
 @dataclass(eq=False)
 class Loader:
-    """This rank's micro-batches for any optimizer step.
+    """Builds this rank's micro-batches for any optimizer step.
 
     With global batch size G, step t consists of samples [t·G, (t+1)·G) on every grid. In this step, micro-batch m of
     rank r takes `micro_batch_size` samples, starting at t·G + (m·size + r)·micro_batch_size. The number of the step is
     the only state. To resume a run on any grid, call `step` with the next number.
 
     Args:
-        dataset: The samples.
+        dataset: The samples of all ranks and steps.
         seq_length: Number of tokens per sample.
         global_batch_size: Number of samples per step, over all ranks. A multiple of `micro_batch_size` times `size`.
         micro_batch_size: Number of samples per micro-batch.
@@ -138,7 +139,7 @@ def shifted(values: NDArray[np.int64], documents: NDArray[np.int64], depths: int
         depths: Number of tokens to look ahead.
 
     Returns:
-        The values [B, S, depths], with IGNORE_INDEX after the end of the token's document.
+        The values [B, S, depths], with IGNORE_INDEX after the end of the token's document or sequence.
     """
     found = np.full((*values.shape, depths), IGNORE_INDEX)
     for depth in range(1, depths + 1):
@@ -148,7 +149,11 @@ def shifted(values: NDArray[np.int64], documents: NDArray[np.int64], depths: int
 
 
 def document_ends(documents: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return `MicroBatch.document_ends` [B, E] from the index of each token's document [B, S]."""
+    """Return the index after each document's last token, as `MicroBatch.document_ends` describes [B, E].
+
+    Args:
+        documents: Index of each token's document [B, S].
+    """
     rows, length = documents.shape
     is_last = np.ones_like(documents, dtype=bool)
     is_last[:, :-1] = documents[:, 1:] != documents[:, :-1]

@@ -1,4 +1,5 @@
-"""Read and write OUT.json, which describes a prepared corpus (OUT.bin and OUT.idx) and how its tokens were made."""
+"""Read and write a corpus's manifest, the file OUT.json. It describes the corpus (OUT.bin and OUT.idx), and how the
+tokens were made. OUT is the prefix of the corpus."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -57,7 +58,7 @@ _MANIFEST = TypeAdapter(Manifest)
 
 @dataclass
 class CorpusSplit:
-    """A corpus that is being created: its prefix and its counts."""
+    """A corpus that is being created: its prefix, and its numbers of documents, tokens, and bytes so far."""
 
     prefix: Path
     documents: int = 0
@@ -87,15 +88,15 @@ def validation_prefix(prefix: str | Path) -> str:
 
 
 def trained_prefix(prefix: str | Path) -> str:
-    """Return the path prefix of the flags of a corpus of conversations. There is a flag for each token: 1 if the token
-    is trained, and 0 if it is not."""
+    """Return the prefix of the files with the flags of a corpus of conversations. There is a flag for each token: 1 if
+    the token is trained, and 0 if it is not."""
     return f"{prefix}-trained"
 
 
 def write_manifests(
     splits: dict[str, CorpusSplit], prefix: Path, tokenizer: Tokenizer, **request: Any
 ) -> tuple[Manifest, Manifest | None]:
-    """Write the tokenizer and the manifests next to their corpora.
+    """Write the tokenizer's file and a manifest for each corpus, next to the corpora.
 
     The manifest of "train" is written last. If it exists, the corpus is complete.
 
@@ -178,7 +179,11 @@ def corpus_tokenizer(prefix: str | Path) -> Tokenizer:
 
 
 def open_as_made(name: str | Path, manifest: Manifest) -> Tokenizer | None:
-    """Open a tokenizer with the tokens that begin and end the corpus's documents.
+    """Open a tokenizer if it made the corpus of a manifest. Documents get the begin and end tokens of this corpus.
+
+    Args:
+        name: "bytes", or the path of a tokenizer.json or its folder.
+        manifest: The manifest of the corpus.
 
     Returns:
         The tokenizer, or None if another tokenizer made the corpus.

@@ -23,9 +23,10 @@ _FEWEST_TOKENS = 1_000  # With fewer tokens, chance alone could cause a warning.
 
 @dataclass(frozen=True)
 class MaskStatistics:
-    """Statistics over some windows of the training data."""
+    """Statistics of the goldfish mask over some windows of the training data. A target is a token to predict."""
 
     k: int
+    """The mask drops about one target in k."""
     tokens: int
     """Number of targets."""
     trainable: int
@@ -43,11 +44,12 @@ class MaskStatistics:
 
     @property
     def expected_longest_span(self) -> float:
-        """Return the expected longest span in n trainable targets if drops were independent: ln(n/k) / -ln(1 - 1/k)."""
+        """Return how long the longest span without a dropped target would be if drops were independent: for n trainable
+        targets, about ln(n/k) / -ln(1 - 1/k)."""
         return math.log(max(self.trainable / self.k, math.e)) / -math.log1p(-1 / self.k)
 
     def warnings(self) -> list[str]:
-        """Return warnings for the user to read before training."""
+        """Return a warning if the drop rate is far from 1/k, and a warning if the longest span is too long."""
         found = []
         if self.trainable >= _FEWEST_TOKENS and abs(self.drop_rate * self.k - 1) > RATE_TOLERANCE:
             found.append(
@@ -64,7 +66,7 @@ class MaskStatistics:
         return found
 
     def record(self) -> dict[str, int | float]:
-        """Return the statistics as JSON values."""
+        """Return the statistics by name, as JSON values."""
         return {**asdict(self), "drop_rate": self.drop_rate, "expected_longest_span": self.expected_longest_span}
 
 
@@ -94,7 +96,7 @@ class PreviewedSample:
 
 @dataclass(frozen=True)
 class Preview:
-    """Samples with their masks, and statistics over more of the data."""
+    """A few samples with their masks, and statistics over more samples."""
 
     samples: list[PreviewedSample]
     trained_share: float
@@ -109,7 +111,7 @@ def preview(
     """Preview the masks at the beginning of the training data. The goldfish mask applies even before its start step.
 
     Args:
-        dataset: The samples.
+        dataset: The samples of the run, in training order.
         masks: All masks except goldfish.
         goldfish: The goldfish mask, if there is one.
         samples: Number of training sequences to return.

@@ -28,7 +28,7 @@ def document_boundary(windows: Windows) -> NDArray[np.bool_]:
 
 
 def answers_only(windows: Windows) -> NDArray[np.bool_]:
-    """Keep only the trained answers of a conversation, and all tokens of plain text."""
+    """In conversations, keep only the tokens of trained answers. In plain text, keep all tokens."""
     if windows.answers is None:
         return np.ones(windows.tokens[:, 1:].shape, dtype=bool)
     return windows.answers[:, 1:]
@@ -77,7 +77,7 @@ def _import_mask(name: str) -> LossMask:
 
 
 def _wrap_in_check(name: str, mask: LossMask) -> LossMask:
-    """Wrap a user's mask in a check of its result, which raises UserError."""
+    """Return a mask that calls a user's mask, and raises UserError if the result has a wrong type or shape."""
 
     def checked(windows: Windows) -> NDArray[np.bool_]:
         try:

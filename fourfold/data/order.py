@@ -20,11 +20,11 @@ def hash64(values: ArrayLike, seed: int) -> NDArray[np.uint64]:
 
 
 def falls_within(numbers: NDArray[np.int64], share: float, seed: int) -> NDArray[np.bool_]:
-    """Return whether each document is in a seeded random share of all documents.
+    """Choose documents at random, given their indices and a seed. Return True for each chosen document.
 
     Args:
         numbers: Indices of the documents.
-        share: The share, in [0, 1).
+        share: Probability that a document is chosen, in [0, 1).
         seed: Seed of the choice.
     """
     return hash64(numbers, seed) < np.uint64(share * 2.0**64)
@@ -34,14 +34,14 @@ def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLik
     """Apply a seeded permutation of 0 … size-1 to each of `indices`. Every epoch has its own permutation.
 
     A Feistel network permutes the integers below the next power of two. A result of `size` or more goes through the
-    network again until it is below `size` ("cycle walking"). This gives a permutation of [0, size), and takes at most
-    two passes on average if there are at least two samples.
+    network again until it is below `size` ("cycle walking"). This gives a permutation of [0, size). On average,
+    an index takes at most two passes if there are at least two samples.
 
     Args:
         indices: Integers in [0, size), any shape.
-        size: Number of samples.
+        size: Number of integers to permute, which is the number of samples in an epoch.
         seed: Seed of the permutation.
-        epoch: One epoch, or one per index.
+        epoch: The epoch of all indices, or an array with the epoch of each index.
 
     Returns:
         The permuted indices, int64 in the shape of `indices`.
@@ -59,7 +59,7 @@ def sample_permutation(indices: ArrayLike, size: int, seed: int, epoch: ArrayLik
 
 
 def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
-    """Apply a keyed bijection on [0, 2**bits). It xors each half of the bits in turn with a hash of the other half."""
+    """Apply a keyed bijection on [0, 2**bits): in turn, xor each half of the bits with a hash of the other half."""
     low_bits, high_bits = np.uint64(bits // 2), np.uint64(bits - bits // 2)
     low_mask, high_mask = (np.uint64((1 << int(half)) - 1) for half in (low_bits, high_bits))
     low, high = values & low_mask, values >> low_bits
@@ -70,7 +70,7 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], bits: int) ->
 
 
 def _round(half: NDArray[np.uint64], keys: NDArray[np.uint64], number: int) -> NDArray[np.uint64]:
-    # ``half`` has at most 32 bits, so the higher bits are free for the number of the round.
+    # ``half`` has at most 32 bits, so the higher bits are free for the number of the Feistel round.
     return _mix((half + np.uint64(number << 40)) * _GOLDEN + keys)
 
 

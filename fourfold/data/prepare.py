@@ -49,7 +49,7 @@ class PrepareSummary:
     """All files of the corpus."""
     seconds: float
     reused: bool
-    """Whether the corpus existed already."""
+    """Whether an earlier call had already made the corpus, so that nothing was written."""
     notes: tuple[str, ...] = ()
     """Notes for the user about how the input was read, such as which files were skipped."""
 
@@ -102,7 +102,7 @@ def prepare(
 
     Args:
         inputs: Files, folders, globs, "python-stdlib", or "hf:NAME[:CONFIG][:SPLIT]" (see `list_inputs`).
-        output_prefix: OUT, without a suffix.
+        output_prefix: OUT, the common beginning of the paths of all files to write.
         tokenizer: "bytes", or the path of a tokenizer.json or its folder. The file is copied to OUT-tokenizer.json.
         train_tokenizer_vocab: Instead of using `tokenizer`, train a tokenizer of this size on the input, and save it as
             OUT-tokenizer.json.
@@ -114,8 +114,8 @@ def prepare(
         validation_fraction: Fraction of the documents that are written to the corpus OUT-validation instead. A seeded
             hash chooses them.
         seed: Seed of the hash.
-        canaries: Documents to plant in the training split. OUT-canaries.jsonl lists them, and also the
-            documents with 0 copies.
+        canaries: Documents to plant in the training split, each a known number of times (0 for the control documents).
+            OUT-canaries.jsonl lists all these documents.
         force: Whether to create the corpus again even if it exists.
 
     Returns:
@@ -147,8 +147,8 @@ def prepare(
 def _make(
     request: _Request, prefix: Path, tokenizer: str | Path | int, ends: Ends, workers: int, force: bool
 ) -> tuple[Manifest, Manifest | None]:
-    """Create the corpus. If `tokenizer` is a number, train a tokenizer of that size. Return what `write_manifests`
-    returns."""
+    """Create the corpus. If `tokenizer` is a number, first train a tokenizer of that size. Return the manifests of the
+    train split and of the validation split (or None)."""
     with unfinished(prefix) as parts:
         if force:
             _remove_all_but(parts, set())
@@ -195,7 +195,7 @@ def _check_tokens(tokenizer: str | Path | None, train_vocab: int | None, canarie
 
 
 def collect_notes(inputs: list[str], tokenizer: Tokenizer | None) -> list[str]:
-    """Return notes for the user: skipped files, and a missing beginning-of-text token."""
+    """Return notes for the user about skipped files, and about documents without the usual beginning-of-text token."""
     notes = []
     for why, paths in list_left_out(inputs).items():
         more = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
@@ -233,7 +233,8 @@ def _find_finished(prefix: Path, request: _Request) -> tuple[Manifest, Manifest 
 
 @contextmanager
 def unfinished(prefix: Path) -> Iterator[Path]:
-    """Create and lock the folder of unfinished parts, and yield it. Remove it afterwards if it is empty."""
+    """Create the folder OUT.parts for unfinished parts of a corpus, lock it, and yield its path. When the block ends,
+    remove the folder if no parts are left in it."""
     if prefix.name in ("", ".."):
         raise UserError(f"--out {prefix} is a folder; name the corpus in it, such as {prefix / 'corpus'}")
     parts = Path(f"{prefix}.parts")
@@ -290,8 +291,8 @@ def _check_filled(splits: dict[str, CorpusSplit], request: _Request) -> None:
 def _publish(
     splits: dict[str, CorpusSplit], prefix: Path, request: _Request, tokenizer: Tokenizer, notes: list[str]
 ) -> tuple[Manifest, Manifest | None]:
-    """Rename the merged corpora to their final names, write their manifests, and return what `write_manifests` returns.
-    While some files are old and some are new, there is no manifest, so no reader mixes old and new files."""
+    """Rename the merged corpora to their final names, write their manifests, and return the manifests. While some files
+    are old and some are new, there is no manifest, so no reader mixes old and new files."""
     held_out = validation_prefix(prefix)
     manifest_path(prefix).unlink(missing_ok=True)
     if manifest_path(held_out).is_file():  # Remove only files that an earlier preparation wrote.
@@ -306,7 +307,7 @@ def _publish(
 
 
 def _list_files(prefix: Path, train: Manifest, validation: Manifest | None, canaries: Canaries | None) -> list[Path]:
-    """Return all files of a finished corpus."""
+    """Return the paths of all files of a finished corpus."""
     prefixes = [prefix] if validation is None else [prefix, Path(validation_prefix(prefix))]
     files = [path for each in prefixes for path in (bin_path(each), idx_path(each), manifest_path(each))]
     files += [] if canaries is None else [ledger_path(prefix)]

@@ -40,23 +40,23 @@ def prepare_conversations(
 ) -> PrepareSummary:
     """Tokenize conversations into OUT.bin, OUT.idx, and OUT.json, and write one flag per token to OUT-trained.*.
 
-    `conversation_rows` describes the format of the rows. A flag is 1 if the token is trained, and otherwise 0. With
+    `read_row` and `read_pair` describe the forms of a row. A flag is 1 if the token is trained, and otherwise 0. With
     `format` "preferences", a row becomes two documents: the prompt with the chosen answer, and the prompt with the
     rejected answer. OUT.json is written last.
 
     Args:
-        inputs: See `list_inputs`.
-        output_prefix: OUT, without a suffix.
+        inputs: Files, folders, globs, or "hf:NAME[:CONFIG][:SPLIT]" (see `list_inputs`).
+        output_prefix: OUT, the common beginning of the paths of all files to write.
         tokenizer: "bytes", or the folder of a model (or its tokenizer.json). The model's chat template renders
             messages.
-        chat_template: Jinja file with another template.
+        chat_template: Jinja file with a chat template to use instead of the model's own.
         eos_token: Special token that ends a completion (default: the tokenizer's own, see `HFTokenizer`).
         bos_token: Special token that begins a prompt, or "auto" for the tokenizer's own (default: none). Chat templates
             write their own tokens.
         ignored_keys: Keys of rows and messages to drop. Any other unused key is refused.
         validation_fraction: Fraction of the rows that go to OUT-validation instead, chosen by a seeded hash.
         seed: Seed of the hash.
-        format: "sft" or "preferences".
+        format: Format of the rows: "sft" or "preferences".
 
     Returns:
         The manifests and the files of the corpus, and notes about how the input was read.
@@ -115,16 +115,16 @@ def _write_splits(
 
 @dataclass
 class RowReader:
-    """Reads rows of either format. It loads the chat template only when a conversation needs it."""
+    """Reads the rows of files and tokenizes them. It loads the chat template only when a conversation needs it."""
 
     name: str | Path
-    """"bytes", or the folder of a model."""
+    """"bytes", or the folder of a model. It says where the tokenizer and the chat template come from."""
     tokenizer: Tokenizer
     """The opened tokenizer."""
     chat_template: str | Path | None
-    """Jinja file with another template."""
+    """Jinja file with a chat template. None uses the model's own template."""
     format: str
-    """"sft" or "preferences"."""
+    """Format of the rows: "sft" or "preferences"."""
     ignored: Collection[str]
     """Keys of rows and messages to drop."""
     has_completions: bool = False
@@ -133,13 +133,13 @@ class RowReader:
 
     @property
     def identity(self) -> str:
-        """Return a text that changes if the tokens of a row would change: the tokenizer's fingerprint and, if a row has
-        needed it, the chat template."""
+        """Return a text that identifies how rows become tokens: the tokenizer's fingerprint and, if a row has needed
+        it, the chat template."""
         return self.tokenizer.fingerprint + ("" if self._template is None else self._template.source)
 
     def read(self, path: str) -> Iterator[list[tuple[NDArray[np.int64], NDArray[np.bool_], int]]]:
-        """Yield the documents of each row. Each document is its token ids, whether each token is trained, and the
-        number of UTF-8 bytes of its text.
+        """Yield a list of documents for each row. A document is a tuple: its token ids, a flag for each token that says
+        whether the token is trained, and the number of UTF-8 bytes of its text.
 
         Raises:
             UserError: A row cannot be read or rendered, or none of its tokens is trained.

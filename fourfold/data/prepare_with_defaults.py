@@ -11,7 +11,8 @@ from fourfold.data.tokenizer import OWN, HFTokenizer
 from fourfold.errors import UserError, given_as
 
 BYTES_PER_TOKEN = 250
-"""A new tokenizer gets at most one token per this many bytes of input, so that most tokens occur often."""
+"""A new tokenizer gets at most one token per this many bytes of input, so that most tokens occur often. But it gets at
+least ``SMALLEST_VOCABULARY`` tokens."""
 SMALLEST_VOCABULARY = 512
 HELD_OUT = 0.05
 """Fraction of the documents to hold out for validation, if there are at least ``ENOUGH`` documents."""
@@ -29,7 +30,7 @@ def prepare_with_defaults(data: str, prefix: Path, tokenizer: Path | None, large
         data: A file, a folder, a glob, "python-stdlib", or "hf:NAME[:CONFIG][:SPLIT]" (see ``list_inputs``).
         prefix: Prefix of the files to write.
         tokenizer: Folder of a model whose tokenizer and chat template are used. None trains a tokenizer on the text.
-        largest_vocabulary: Largest size of a trained tokenizer. Small inputs get a smaller one.
+        largest_vocabulary: Largest vocabulary size of a trained tokenizer. For a small input, the size is smaller.
 
     Raises:
         UserError: The data cannot be read, or conversations are given without a tokenizer.

@@ -15,7 +15,8 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def working(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar until the block ends. Yield a function that takes the work done and the total work.
+    """Show a progress bar until the block ends. Yield a function that updates the bar: call it with the amount of work
+    done and the total amount of work.
 
     Only rank 0 shows the bar, and only in a terminal. Until the first call, the bar shows only the elapsed time.
     """
@@ -47,8 +48,8 @@ def working(name: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def show_progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress of a task over `total` bytes: as a bar in a terminal, and otherwise as a line at most every ten
-    seconds. Yield a function that adds to the number of bytes done."""
+    """Show the progress of a task that processes `total` bytes: as a bar in a terminal, and otherwise as a line at most
+    every ten seconds. Yield a function to call with the number of bytes that were processed since its last call."""
     done, last_line = 0, time.monotonic()
     with working(f"{name}, MB") as watch:
 

@@ -1,4 +1,4 @@
-"""Open the corpora that a run file names. The built-in corpus is prepared on first use."""
+"""Open the corpora that a run file names. The built-in corpus, Python's standard library, is prepared on first use."""
 
 import platform
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ KINDS: dict[str, Callable[[str | Path, int, int, int], Samples]] = {
     "sft": PackedConversations,
     "preferences": PreferencePairs,
 }
-"""Maps the format of a corpus to the class that opens its samples."""
+"""Maps the format of a corpus to the class that reads its samples."""
 
 
 def build_dataset(
@@ -34,10 +34,10 @@ def build_dataset(
     """Open a mixture of prepared corpora.
 
     Args:
-        sources: (prefix, weight) of each corpus. Weights are relative.
+        sources: The path prefix and the weight of each corpus. Only the ratios of the weights matter.
         seq_length: Number of tokens per sample.
         seed: Seed of the order of samples.
-        look_back: Number of tokens before each sample that masks read.
+        look_back: Number of extra tokens before each sample. Only masks read these tokens.
 
     Raises:
         UserError: A corpus is missing, damaged, or too small, a weight is not positive or too small, or the manifests
@@ -57,7 +57,7 @@ def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
 
     Args:
         run: The run file. `data.source` names a dataset of the Hub or a folder.
-        look_back: Number of tokens before each sample that masks read.
+        look_back: Number of extra tokens before each sample. Only masks read these tokens.
 
     Raises:
         UserError: The dataset or the tokenizer cannot be loaded, or the dataset has too few files for `data.streams`.
@@ -86,8 +86,8 @@ def open_stream(run: RunConfig, look_back: int = 0) -> StreamedWindows:
 def ensure_builtin(tokenizer: str | Path | None = None, cache_dir: str | Path = "data", vocab_size: int = 4096) -> str:
     """Return the prefix of the built-in corpus. Prepare the corpus first if it does not exist yet.
 
-    2 % of the corpus is held out for validation, under `manifest.validation_prefix`. Any number of processes can call
-    this function at the same time: one prepares the corpus, and the other processes wait.
+    2 % of the corpus is held out for validation, under the prefix that `validation_prefix` returns. Any number of
+    processes can call this function at the same time: one prepares the corpus, and the other processes wait.
 
     Args:
         tokenizer: "bytes" or the path of a tokenizer.json. None trains a tokenizer.

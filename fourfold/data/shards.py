@@ -1,5 +1,5 @@
-"""Tokenize the input in parallel. Each process turns one shard (a few files, or a part of a large file) into a small
-corpus, and then the small corpora are merged."""
+"""Tokenize the input in parallel. The input is cut into shards: a shard is a few files, or a part of a large file. Each
+process turns one shard after another into small corpora, and then the small corpora are merged."""
 
 import hashlib
 import json
@@ -45,8 +45,8 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of the input that one process tokenizes: file ranges in input order, and the settings that determine their
-    tokens."""
+    """A part of the input that one process tokenizes: file ranges in input order, and the settings that determine how
+    the text becomes tokens."""
 
     pieces: tuple[FileRange, ...]
     text_key: str
@@ -57,12 +57,12 @@ class Shard:
 
     @property
     def bytes(self) -> int:
-        """Return the size of the input on disk, in bytes."""
+        """Return the number of input bytes of the shard."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     @property
     def key(self) -> str:
-        """Return the name under which the result is stored.
+        """Return the file name, without suffix, of the shard's tokenized corpus.
 
         Two shards have the same name only if they have the same tokenizer, the same text key, and the same ranges of
         the same files. Files are the same if path, size, and modification time are equal.
@@ -82,9 +82,9 @@ def cut_into_shards(files: Sequence[InputFile], text_key: str, name: str, tokeni
     processes, so a restart finds the same shards.
 
     Args:
-        files: The input.
+        files: The input files.
         text_key: Key or column of the text.
-        name: Name or path that other processes pass to `load_tokenizer`.
+        name: "bytes" or the path of the tokenizer. The tokenizing processes open it with `load_tokenizer`.
         tokenizer: The opened tokenizer.
     """
     shard_bytes = SMALLEST_SHARD
@@ -104,8 +104,8 @@ def cut_into_shards(files: Sequence[InputFile], text_key: str, name: str, tokeni
 
 
 def tokenize(shard: Shard, folder: Path) -> None:
-    """Write the corpus of one shard to `folder`. Then write the number of text bytes of each document to a file, which
-    marks the shard as complete.
+    """Write the corpus of one shard to `folder`. Then write a file with the number of text bytes of each document. This
+    file marks the shard as complete.
 
     Raises:
         UserError: A file cannot be read, or a document is too long or does not fit in memory.
@@ -134,8 +134,8 @@ def tokenize_all(shards: Sequence[Shard], folder: Path, workers: int) -> None:
     Shards that were completed before an error are kept.
 
     Args:
-        shards: The shards.
-        folder: Folder of the results.
+        shards: All shards of the input.
+        folder: Folder for the tokenized corpora of the shards.
         workers: Maximum number of processes. With 1, this process does all the work.
 
     Raises:
@@ -176,26 +176,26 @@ def _start_worker() -> None:
 
 
 def is_done(shard: Shard, folder: Path) -> bool:
-    """Return whether `tokenize` has completed this shard in `folder`."""
+    """Return whether `folder` has the complete result of `tokenize` for this shard."""
     return _mark(shard, folder).is_file()
 
 
 def open_result(shard: Shard, folder: Path) -> tuple[IndexedDataset, NDArray[np.int64]]:
-    """Return the corpus of a completed shard, and the number of bytes of text in each of its documents."""
+    """Return the corpus of a completed shard, and then the number of bytes of text in each document of the corpus."""
     return IndexedDataset(folder / shard.key), np.load(_mark(shard, folder), allow_pickle=False)
 
 
 def merge(
     shards: Sequence[Shard], folder: Path, vocab_size: int, validation_fraction: float, seed: int
 ) -> dict[str, CorpusSplit]:
-    """Merge the completed shards in `folder` into one corpus in the same folder, or into two if documents are held out.
+    """Merge the tokenized shards in `folder` into one corpus in this folder, or into two if documents are held out.
 
     The index of a document in the input and `seed` determine whether it is held out.
 
     Args:
         shards: The shards in input order.
         folder: Folder of the shards and of the result.
-        vocab_size: Size of the vocabulary.
+        vocab_size: Size of the tokenizer's vocabulary.
         validation_fraction: Approximate fraction of the documents to hold out.
         seed: Seed of the choice.
 
@@ -221,7 +221,7 @@ def merge(
 
 
 def _runs(values: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Yield the range [begin, end) of each run of equal values."""
+    """Yield the index range [begin, end) of each run of equal values."""
     borders = np.flatnonzero(np.diff(values)) + 1
     edges = [0, *borders.tolist(), len(values)] if len(values) else []
     yield from pairwise(edges)

@@ -19,7 +19,7 @@ class ShuffledDocuments:
     documents: it saves the start and the number of the block, and an index in the block.
 
     Args:
-        documents: The stream. The places that it yields are dictionaries with the key `epoch`.
+        documents: The stream to shuffle. The places that it yields are dictionaries with the key `epoch`.
         size: Number of documents per block.
         seed: Seed of the order.
     """
@@ -28,12 +28,13 @@ class ShuffledDocuments:
         self._documents, self._size, self._seed = documents, size, seed
 
     def read(self, place: Any) -> Iterator[tuple[Any, str]]:
-        """Yield each document's place and text. A later call can begin again at any of these places.
+        """Yield each document's place and text. The place says where the document is in the shuffled stream.
 
         This method holds one block in memory.
 
         Args:
-            place: Place of the document to begin with. None begins with the first document.
+            place: Place that an earlier call yielded. Reading begins with the document at this place. None begins with
+                the first document.
         """
         begin, number, first = (None, 0, 0) if place is None else (place["block"], place["number"], place["next"])
         for block in self._blocks(begin):
@@ -44,8 +45,8 @@ class ShuffledDocuments:
             number, first = number + 1, 0
 
     def _blocks(self, begin: Any) -> Iterator[list[tuple[Any, str]]]:
-        """Yield the documents of each block, starting with the block that begins at `begin`. Each block is freed before
-        the next block is read."""
+        """Yield each block as a list of places and texts. The first block begins at the place `begin`. Each block is
+        freed before the next block is read."""
         block: list[tuple[Any, str]] = []
         for place, text in self._documents.read(begin):
             if block and place["epoch"] != block[0][0]["epoch"]:

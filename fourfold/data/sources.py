@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file as it was found: its absolute path, size, and modification time. The size and the time show later whether
+    """An input file: its absolute path, size in bytes, and modification time. The size and the time show later whether
     the file has changed."""
 
     path: str
@@ -64,8 +64,8 @@ def list_inputs(inputs: Iterable[str | Path]) -> list[InputFile]:
 
     Args:
         inputs: Each is a file, a folder (searched recursively, without hidden names), a glob, "python-stdlib", or
-            "hf:NAME[:CONFIG][:SPLIT]". For hf:…, `datasets` downloads the dataset, and the Arrow files in its cache are
-            read.
+            "hf:NAME[:CONFIG][:SPLIT]". For hf:…, `datasets` downloads the dataset, and the list has the Arrow files in
+            the cache of `datasets`.
 
     Raises:
         UserError: No input is given, or an input does not exist, is not a regular file, has an unknown suffix, holds no
@@ -88,12 +88,12 @@ def read_documents(path: str | Path, text_key: str = "text", start: int = 0, sto
     In all other types of files, every row is a document.
 
     Args:
-        path: The file.
+        path: The file to read.
         text_key: Key or column of the text. You can give several keys, separated by commas. Each row uses the first of
             these keys that it has.
         start: First byte of the part of a .jsonl file to read. Only lines that begin at bytes [start, stop) are read,
             so several processes can share a large file.
-        stop: See `start`.
+        stop: First byte after this part. None reads to the end of the file.
 
     Raises:
         UserError: The file cannot be read, is too large, or has no text under `text_key`. The message names the line if
@@ -135,8 +135,8 @@ def read_json_lines(path: Path) -> Iterator[tuple[object, dict[str, Any]]]:
 
 @contextmanager
 def _name_file_in_errors(path: Path) -> Iterator[None]:
-    """Turn an error of the block into a UserError that names the file. Examples are a missing file, a damaged gzip
-    file, or too little memory."""
+    """Turn an error in the block, such as a missing file, a damaged gzip file, or too little memory, into a UserError
+    that names the file."""
     try:
         yield
     except (OSError, EOFError, zlib.error) as error:
@@ -280,8 +280,8 @@ def _read_column(path: Path, key: str) -> Iterator[str | None]:
 
 @contextmanager
 def _open_table(path: Path) -> Iterator[tuple[Any, Callable[[list[str] | None], Iterable[Any]]]]:
-    """Yield the schema of a Parquet or Arrow file, and a function that reads the named columns in batches, or all
-    columns if it gets None. For an Arrow file, the batches always have all columns."""
+    """Yield the schema of a Parquet or Arrow file, and a function that reads the file's rows in batches. The function
+    takes the names of the columns to read, or None for all. For an Arrow file, it always reads all columns."""
     import_extra("pyarrow", "parquet", f"reading {path} needs")
     import pyarrow.parquet
 

@@ -1,5 +1,5 @@
-"""Turn a stream of documents into samples. Documents are tokenized in the background, and a run can resume at the exact
-position.
+"""Turn a stream of documents into samples. Documents are tokenized in the background. A run can resume at the exact
+position where it stopped.
 
 The dataset is divided into V streams. Sample n is window n // V of stream n mod V, so it depends only on n and not on
 the number of processes. A process opens only the streams of its own samples.
@@ -29,10 +29,11 @@ class DocumentStream(Protocol):
     """An endless sequence of documents. Reading can begin at any document."""
 
     def read(self, place: Any) -> Iterator[tuple[Any, str]]:
-        """Yield each document's place (a JSON value) and text. A later call can begin again at any of these places.
+        """Yield each document's place and text. The place says where the document is in the stream, as a JSON value.
 
         Args:
-            place: Place of the document to begin with. None begins with the first document.
+            place: Place that an earlier call yielded. Reading begins with the document at this place. None begins with
+                the first document.
         """
         ...
 
@@ -42,9 +43,10 @@ class Position:
     """The start of a window. A run can resume here without reading any earlier document."""
 
     place: Any = None
-    """Place of the document that has the first token of the window or of its look-back."""
+    """Place of the document with the first token to read: the first token of the window's look-back, or of the window
+    itself if there is no look-back. See `DocumentStream.read`."""
     skip: int = 0
-    """Number of tokens in that document before the first needed token."""
+    """Number of tokens in that document before the first token to read."""
     before: int = 0
     """Number of tokens in the window's look-back (tokens before the window, which only masks read). The look-back is
     shorter at the start of a stream."""
@@ -54,7 +56,7 @@ class StreamWindow(NamedTuple):
     """A window of a stream. It becomes one row of `Windows`."""
 
     tokens: NDArray[np.int64]
-    """Tokens of the look-back and the window [before + seq_length + 1]."""
+    """Tokens of the look-back and the window [`Position.before` of this window + seq_length + 1]."""
     document_starts: NDArray[np.int64]
     """Document starts, as indices into `tokens`."""
     next: Position
@@ -70,11 +72,11 @@ def cut_into_windows(
     The windows equal the windows of the corpus that `fourfold prepare` would make from the same documents.
 
     Args:
-        documents: The stream.
-        tokenizer: The tokenizer.
+        documents: The stream of documents to cut.
+        tokenizer: Tokenizer that turns each document into tokens.
         position: Start of the first window.
-        seq_length: Number of tokens per sample.
-        look_back: Number of tokens before each window that masks read.
+        seq_length: Number of tokens of a window without its last token, which is only a target.
+        look_back: Number of extra tokens before each window. Only masks read these tokens.
     """
     tokens = np.empty(0, dtype=np.int64)
     starts: list[tuple[int, Any]] = []  # Starts of documents in `tokens`, and their places in the stream.
@@ -118,10 +120,10 @@ class StreamedWindows:
     Args:
         name: Name of the dataset, for messages.
         streams: The document streams that the dataset is divided into.
-        tokenizer: The tokenizer.
+        tokenizer: Tokenizer that turns each document into tokens.
         seq_length: Number of tokens per sample.
         global_batch_size: Number of samples per step, a multiple of the number of streams.
-        look_back: Number of tokens before each window that masks read.
+        look_back: Number of extra tokens before each window. Only masks read these tokens.
         ahead: Maximum number of windows of one stream to hold in memory.
         timeout: If a stream yields no document for this many seconds, `read` raises UserError.
         order: Function that reorders the documents of a stream. It may read many documents before it yields one.
@@ -185,13 +187,13 @@ class StreamedWindows:
         return {stream: asdict(self._mark(stream, places)) for stream in own}
 
     def go_to(self, steps: int, positions: Sequence[dict[str, Any]]) -> None:
-        """Continue after `steps` steps. `positions` has the fields of `Position` for every stream."""
+        """Prepare to continue a run after `steps` steps. `positions` has the fields of `Position` for every stream."""
         with self._lock:
             places = steps * self._of_a_step
             self._begin = [{0: Position(), places: Position(**position)} for position in positions]
 
     def close(self) -> None:
-        """End the threads. A `read` that is waiting raises UserError."""
+        """End the threads that read the streams. If a `read` is waiting for a stream, it raises UserError."""
         for ahead in list(self._open.values()):
             ahead.stop()
         latest = time.monotonic() + _PATIENCE

@@ -31,7 +31,7 @@ _SMALLEST_BPE = 257  # The 256 bytes and the end-of-document token.
 
 
 class NoSuchToken(UserError):
-    """The tokenizer lacks a token of the corpus. This means that another tokenizer made the corpus."""
+    """The tokenizer lacks a token that the corpus has. This means that another tokenizer made the corpus."""
 
 
 class Tokenizer(Protocol):
@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
     special_ids: tuple[int, ...]
     """Ids of the special tokens, in ascending order."""
     fingerprint: str
-    """A digest of everything that determines the ids. Tokenizers with equal fingerprints produce the same ids."""
+    """A digest of everything that determines the ids. Tokenizers with equal fingerprints give a text the same ids."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens."""
@@ -135,15 +135,15 @@ class HFTokenizer:
         self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
 
     def as_usual(self) -> Self:
-        """Begin documents with the beginning-of-text token only if the tokenizer's file adds this token by default.
-        Return this tokenizer."""
+        """From now on, begin documents with the beginning-of-text token only if the tokenizer's file adds this token by
+        default. Return this tokenizer."""
         self.begins_documents = self.usually_begins
         self.fingerprint = self._fingerprint(self.eod_id, self.bos_id if self.begins_documents else None)
         return self
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, without special tokens. Uses all cores unless TOKENIZERS_PARALLELISM=false is
-        set."""
+        """Return the ids of each text, without special tokens. This uses all cores, unless the environment variable
+        TOKENIZERS_PARALLELISM is false."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -249,8 +249,8 @@ def begin_of(tokenizer: Tokenizer) -> list[int]:
 def encode_completion(
     prompt: str, completion: str, tokenizer: Tokenizer
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Tokenize a prompt and its completion as one document. They are tokenized separately, because at inference, the
-    prompt is tokenized alone.
+    """Turn a prompt and its completion into one document. The two texts are tokenized separately, because at inference
+    the prompt is tokenized alone.
 
     Returns:
         The token ids [tokens], and whether each token is trained [tokens]. The completion and the end-of-document token
@@ -265,8 +265,8 @@ def encode_completion(
 
 
 def check_encodable(text: str) -> str:
-    """Return the text. Raise ValueError if it has a lone surrogate, which UTF-8 cannot encode. A JSON escape can be a
-    lone surrogate."""
+    """Return the text unchanged. Raise ValueError if the text has a lone surrogate, which UTF-8 cannot encode. A JSON
+    escape such as \\ud800 yields a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -305,12 +305,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> HFToke
 
 
 def load_tokenizer(name: str | Path, eod: str | int | None = None, bos: str | int | None = None) -> Tokenizer:
-    """Open "bytes", or the tokenizer.json at a path or in a folder.
+    """Open the built-in tokenizer "bytes", or a tokenizer.json.
 
     Args:
-        name: "bytes" or a path.
-        eod: See `HFTokenizer`.
-        bos: See `HFTokenizer`.
+        name: "bytes", or the path of a tokenizer.json or its folder.
+        eod: Token that ends a document, or its id (default: see `HFTokenizer`).
+        bos: Token that begins a document, its id, or "auto" (default: none). See `HFTokenizer`.
 
     Raises:
         UserError: The tokenizer cannot be opened or lacks a token, or `eod` or `bos` names a token of "bytes".

@@ -20,10 +20,10 @@ transformers names this argument."""
 
 
 class TransformersTokenizer:
-    """The tokenizer of a folder or a Hub id.
+    """The transformers tokenizer of a model, with the interface of fourfold's own tokenizers.
 
     Args:
-        name: The folder or the Hub id.
+        name: The model's folder or Hub id.
         special_tokens: Whether `encode_batch` adds the special tokens that the tokenizer adds by default.
 
     Raises:
@@ -68,11 +68,12 @@ class TransformersTokenizer:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def chat_prompt(self, turns: Sequence[str]) -> str:
-        """Return the text that asks for the answer to a user's last message. Later calls of ``encode_batch`` add no
-        special tokens, because the chat template writes them.
+        """Render a chat with the chat template, up to the point where the model's next answer begins. Later calls of
+        ``encode_batch`` add no special tokens, because the chat template writes them.
 
         Args:
-            turns: The messages of the user and the model's answers, in turns. The user's last message comes last.
+            turns: The messages, in order. The user's messages and the model's answers alternate. The first and the last
+                message are the user's.
 
         Raises:
             UserError: The template refuses the messages.
@@ -90,7 +91,7 @@ AnyTokenizer = Tokenizer | TransformersTokenizer
 
 
 def has_ids_of(tokenizer: AnyTokenizer, fingerprint: str) -> bool:
-    """Return whether the tokenizer may be the one that made a corpus with this fingerprint.
+    """Return whether the tokenizer may have made a corpus whose manifest has this fingerprint.
 
     The corpus may end its documents with any token, so all tokens are tried as the end token. The answer is also True
     if the tokenizer has no tokenizer.json, because it then has no fingerprint to compare.
@@ -118,7 +119,7 @@ NO_CORPORA = (
 
 
 def load_any_tokenizer(name: str | None) -> AnyTokenizer:
-    """Open the tokenizer of a model's folder or of a Hub id, or "bytes".
+    """Open the tokenizer "bytes", or the tokenizer of a model's folder or Hub id.
 
     Raises:
         UserError: `name` is None, or the tokenizer cannot be opened.
@@ -149,8 +150,8 @@ def open_tokenizer(name: str) -> Any:
 
 
 def needs_its_code(error: Exception) -> str | None:
-    """Return a sentence if transformers raised this error because the model needs its own code. Otherwise return
-    None."""
+    """If transformers raised this error because the model needs its own code, return a sentence that says so.
+    Otherwise return None."""
     if REMOTE_CODE not in str(error):
         return None
     return "it needs its own Python code, but fourfold never runs such code; use a model that transformers has built in"

@@ -1,1 +1,2 @@
-"""Examine a machine before a run. Each file examines one subject, and returns findings with advice."""
+"""Examine a machine before a run. Each module examines one subject, such as the GPUs, and returns findings with
+advice."""

@@ -28,8 +28,9 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class AllReduceTimes:
-    """The result of the test. ``seconds`` is the fastest time of a large all-reduce of ``size`` bytes. ``latency`` is
-    the fastest time of a small all-reduce, in seconds. ``wrong`` has the ranks with wrong sums."""
+    """The result of the all-reduce test. ``seconds`` is the shortest time of a large all-reduce of ``size`` bytes.
+    ``latency`` is the shortest time of an all-reduce of one element, in seconds. ``wrong`` has the ranks with wrong
+    sums."""
 
     backend: str
     world_size: int
@@ -99,7 +100,7 @@ def _wait(tensor: torch.Tensor) -> None:
 
 
 def all_reduce(measured: AllReduceTimes) -> Finding:
-    """Judge the sums and the speed of the all-reduce."""
+    """Return an error if a sum is wrong. Otherwise report the all-reduce's bandwidth and latency."""
     over = f"{measured.backend} over {measured.world_size} process{'es' * (measured.world_size > 1)}"
     if measured.wrong:
         ranks = ", ".join(map(str, measured.wrong))
@@ -115,7 +116,7 @@ def all_reduce(measured: AllReduceTimes) -> Finding:
 
 
 def nccl_network(log: str, several_machines: bool) -> Iterator[Finding]:
-    """Find the name of the network in NCCL's own log, and yield findings about it."""
+    """Find the name of the network in NCCL's own log, and yield a finding about this network."""
     networks = sorted(set(re.findall(r"Using network (.+)", log)))
     if not networks:
         return

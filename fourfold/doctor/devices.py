@@ -44,7 +44,7 @@ def examine_devices() -> Iterator[Finding]:
 
 
 def query_gpus(*fields: str) -> list[dict[str, str]]:
-    """Return the given fields of every GPU as text.
+    """Query nvidia-smi. Return one dictionary per GPU, which maps each of the given fields to its text.
 
     The list is empty if nvidia-smi is missing, does not know these fields, or does not answer.
     """
@@ -64,7 +64,7 @@ def gpu_state(subject: str, name: str, memory: float, reported: Mapping[str, str
     """Judge a GPU by nvidia-smi's report.
 
     Args:
-        subject: What to call the GPU in the finding.
+        subject: The GPU's name in the finding, such as "GPU 0".
         name: The GPU's model.
         memory: The GPU's memory in bytes.
         reported: nvidia-smi's fields. Empty if nvidia-smi does not know the GPU, for example an AMD GPU.
@@ -89,7 +89,7 @@ def gpu_state(subject: str, name: str, memory: float, reported: Mapping[str, str
 
 
 def host(cores: int, memory: float, gpus: int) -> Finding:
-    """Judge whether this process may use enough cores for its GPUs, and report the memory."""
+    """Judge whether this process may use at least one core per GPU, and report the number of cores and the memory."""
     text, figures = f"{cores} cores, {format_bytes(memory)} of memory", {"cores": cores, "memory": memory}
     if cores < gpus:
         advice = "give every process its own cores: srun --cpus-per-task, or torchrun without a binding to one core"

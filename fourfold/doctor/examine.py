@@ -12,7 +12,7 @@ from fourfold.environment import read_environment
 
 
 def examine() -> Iterator[Finding]:
-    """Yield findings as soon as they are available.
+    """Examine the machine, and yield each finding as soon as it is available.
 
     Under torchrun or srun, the first process of every machine examines its machine. All processes take part in the
     collective test, and the job's first process reports it.

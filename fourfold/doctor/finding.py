@@ -1,4 +1,4 @@
-"""Define a finding of the doctor: a level, a line of text, and advice."""
+"""Define a finding of ``fourfold machine doctor``: a level, a line of text, and advice."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -8,8 +8,8 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one examination. ``figures`` holds the values in the text by name, so that programs can read
-    them."""
+    """The result of one examination. ``figures`` holds the values that the text shows, by name, so that programs can
+    read these values."""
 
     subject: str
     level: Level

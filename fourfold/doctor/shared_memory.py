@@ -24,7 +24,7 @@ def examine_shared_memory() -> Iterator[Finding]:
 
 
 def shared_memory(size: int, free: int) -> Finding:
-    """Check the free space in /dev/shm."""
+    """Judge whether the free space in /dev/shm is enough. Both arguments are in bytes."""
     text, figures = f"{format_bytes(free)} free of {format_bytes(size)} in {FOLDER}", {"size": size, "free": free}
     if free < LEAST:
         return error("shared memory", text, ADVICE, **figures)

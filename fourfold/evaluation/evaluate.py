@@ -36,21 +36,21 @@ class EvaluationRequest(ScoringRequest):
     texts: tuple[Path, ...] = ()
     """Text files whose perplexity is measured."""
     overlap: int = 1
-    """Number of tokens that each window repeats from the previous window."""
+    """A text is scored in windows. This is the number of tokens that each window repeats from the previous window."""
     context: int | None = None
-    """Maximum number of input tokens per forward pass. The default is the model's context length, but at most
-    ``LONGEST_UNKNOWN`` if fourfold did not train the model."""
+    """Maximum number of input tokens per forward pass. The default is the model's context length. For a Hugging Face
+    model, the default is at most ``LONGEST_UNKNOWN``."""
     tasks: tuple[str, ...] = ()
     """Names of lm-eval tasks."""
     include_path: Path | None = None
-    """A folder with your own tasks."""
+    """A folder with the user's own lm-eval tasks. None if there are none."""
     num_fewshot: int | None = None
-    """Number of examples in the prompt. None uses each task's own number."""
+    """Number of solved examples in each prompt of a task. None uses each task's own number."""
     limit: int | None = None
     """Maximum number of documents per task. None uses all."""
 
     def check(self) -> None:
-        """Raise ``UserError`` if there is nothing to do, or if a file is missing."""
+        """Raise ``UserError`` if the request has no text and no task, or if a text file is missing."""
         if not self.texts and not self.tasks:
             raise UserError("there is nothing to evaluate on; give --text FILE, or --tasks NAMES")
         for text in self.texts:
@@ -59,16 +59,16 @@ class EvaluationRequest(ScoringRequest):
 
 
 def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredModel) -> dict[str, Any] | None:
-    """Evaluate the model. Every process of the grid calls this.
+    """Evaluate a model on texts and tasks. Every process of the model's grid must call this.
 
     Args:
-        place: The rank of this process, and the size of the job.
+        place: The rank of this process, and the number of processes.
         request: What to measure.
         subject: The model to evaluate.
 
     Returns:
-        The record on rank 0, and None on all other ranks. If tasks have failed, the record's "failed" maps them to the
-        reasons.
+        The record on rank 0, and None on all other ranks. If tasks have failed, the record's "failed" maps the names of
+        these tasks to reasons.
 
     Raises:
         UserError: The tokenizer is unknown or does not fit the model, a text cannot be read or is empty, a task is
@@ -99,16 +99,16 @@ def run_evaluation(place: Place, request: EvaluationRequest, subject: ScoredMode
 
 
 def prefix_token(tokenizer: AnyTokenizer, name: str, source: Path | None = None) -> int:
-    """Return the token that the first token of a text is predicted from.
+    """Return the id of the token that the first token of a text is predicted from.
 
-    This is the beginning-of-text token if there is one, and otherwise the end-of-text token. The copy of a tokenizer
-    next to a corpus has a beginning-of-text token only if the corpus's documents begin with it. If ``tokenizer`` has
-    none, this function also looks for one in the original Hugging Face model's tokenizer.
+    This is the beginning-of-text token if there is one, and otherwise the end-of-text token. fourfold stores a copy of
+    the tokenizer next to a corpus. This copy has a beginning-of-text token only if the corpus's documents begin with
+    it. If ``tokenizer`` has none, this function also looks for one in the tokenizer of the original Hugging Face model.
 
     Args:
         tokenizer: The tokenizer of the texts.
         name: The name of the model, for errors.
-        source: The folder of the original Hugging Face model.
+        source: The folder of the Hugging Face model that training started from, or None.
 
     Raises:
         UserError: The tokenizer has neither token.

@@ -1,4 +1,5 @@
-"""Adapt a model on any grid to lm-eval. Every process runs the tasks, and all processes score together."""
+"""Adapt a model on any grid to lm-eval. Every process runs lm-eval's tasks. When a task needs the model, all processes
+compute the forward pass together."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,24 +20,24 @@ from fourfold.memorization.scorers import Scorer
 from fourfold.parallel.grid.shared_failure import raise_together
 
 MAX_NEW_TOKENS = 256
-"""Number of tokens to generate if the task does not say."""
+"""Maximum number of tokens to generate for a request if the task does not set one."""
 
 T = TypeVar("T")
 
 
 class TaskFailed(UserError):
-    """A task failed on at least one process. All processes raise this error, so the model and its grid remain
-    usable."""
+    """A task failed on at least one process, but not in the forward pass. All processes raise this error together, so
+    the grid can run other tasks afterwards."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """A model that lm-eval can use. When lm-eval sends requests, the ranks divide them among themselves and score them
-    in one pass.
+    """A model that lm-eval can use. When lm-eval sends requests, the ranks divide the requests among themselves, and
+    score them together.
 
     Args:
-        model: Scores the requests on the grid.
+        model: The model, which scores the requests on the grid.
         tokenizer: The tokenizer of the model.
-        prefix: The token that comes before a text.
+        prefix: Id of the token that comes before every text.
         context: Maximum number of input tokens per forward pass.
     """
 
@@ -57,10 +58,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             tasks: Names of the tasks.
             folder: A folder with the user's own tasks, or None.
             limit: Maximum number of documents per task. None uses all.
-            num_fewshot: Number of examples in the prompt. None uses each task's own number.
+            num_fewshot: Number of solved examples in each prompt. None uses each task's own number.
 
         Returns:
-            The metrics by task, as in ``run_tasks``, and the reasons of failures by task.
+            First the metrics of each task, as in ``run_tasks``. Then the reason of the failure of each failed task.
 
         Raises:
             UserError: A task is unknown. In that case, no task has been run.
@@ -174,8 +175,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @contextmanager
     def _scoring(self) -> Iterator[None]:
-        """Let all processes run the forward pass in the block together. If the task has failed on any process, all
-        processes raise ``TaskFailed`` instead."""
+        """Let all processes run the forward pass in the ``with`` block together. If the task has failed on any process,
+        all processes raise ``TaskFailed`` and do not run the block."""
         raise_together(None)
         self._is_scoring = True
         yield
@@ -183,7 +184,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
 
 def _broadcast(value: T | None) -> T:
-    """Return the first process's value on every process."""
+    """Return the value of the first process on every process. On all other processes, the argument is ignored."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     assert values[0] is not None

@@ -10,11 +10,11 @@ from fourfold.memorization.scorers import Scorer
 
 @dataclass(frozen=True)
 class ScoredWindow:
-    """The tokens of one forward pass."""
+    """The tokens of a text that one forward pass scores together."""
 
     tokens: NDArray[np.int64]
     first: int
-    """Index of the first token whose loss is measured. Earlier tokens only give context."""
+    """Index in ``tokens`` of the first token whose loss is measured. Earlier tokens only give context."""
 
 
 def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overlap: int) -> list[ScoredWindow]:
@@ -25,8 +25,8 @@ def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overla
 
     Args:
         tokens: Token ids of the text [T].
-        before: The token that the first token of the text is predicted from. The first window starts with it.
-        context: Maximum number of inputs of a window.
+        before: Id of the token that the first token of the text is predicted from. The first window starts with it.
+        context: Maximum number of input tokens of a window.
         overlap: Number of tokens that each window repeats from the previous window.
     """
     stream = np.concatenate([[before], tokens])
@@ -43,12 +43,13 @@ def rolling_windows(tokens: NDArray[np.int64], before: int, context: int, overla
 def loss_of_text(model: Scorer, tokens: NDArray[np.int64], before: int, context: int, overlap: int) -> float | None:
     """Return the sum of the losses of a text's tokens, in nats. Each token is predicted once.
 
-    All processes of the grid call this. Only the first process gets the result, and all other processes get None.
+    All processes of the model's grid must call this. Only the first process gets the result. All other processes get
+    None.
 
     Args:
-        model: Scores the windows.
+        model: The model, which scores the windows of the text.
         tokens: Token ids of the text [T].
-        before: The token that the first token of the text is predicted from.
+        before: Id of the token that the first token of the text is predicted from.
         context: Maximum number of input tokens per forward pass.
         overlap: Number of tokens that each window repeats from the previous window.
     """

@@ -22,15 +22,16 @@ from fourfold.training.validation_loss import is_last_step
 
 
 class TasksInTraining:
-    """A training callback that runs the tasks of [evaluation] on the training grid, at the configured interval and
-    after the last step.
+    """A training callback that runs the lm-eval tasks in the section [evaluation] on the training grid. It runs them
+    every ``evaluation.interval`` steps, and after the last step.
 
-    Every process of the job calls it, and the first process writes. A run that resumes from a step replaces the lines
-    of later steps. If a task fails during training, the run continues, and prints a warning at once and again at the
-    end.
+    Every process of the job must call ``after_step``. The first process writes the scores. If a run resumes from a
+    step, the lines of later steps are replaced. If a task fails, training continues. The run prints a warning at once,
+    and another one at the end.
 
     Raises:
-        UserError: At the start, if lm-eval or a tokenizer is missing, or if lm-eval does not know or cannot run a task.
+        UserError: At the start of training: lm-eval or the tokenizer is missing, or lm-eval does not know or cannot run
+            a task.
     """
 
     def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:
@@ -65,7 +66,7 @@ class TasksInTraining:
                     print(f"warning: after step {steps}, {why}", file=sys.stderr)
 
     def close(self) -> None:
-        """Warn at the end if scores are missing."""
+        """Print a warning if tasks have failed during the run."""
         if self.failed_after and dist.get_rank() == 0:
             after = ", ".join(map(str, self.failed_after))
             print(

@@ -1,1 +1,1 @@
-"""Hugging Face models: weight names, import, export, adapters, tokenizers, and any model on the grid."""
+"""Import and export Hugging Face models with their adapters and tokenizers, and put any causal model on the grid."""

@@ -32,12 +32,14 @@ class Adapted:
 
     The joint adapter's rank (``whole_rank``) is r times the number of parameters. The joint A stacks the parameters' A
     matrices. The joint B is block-diagonal, with the parameters' B matrices as blocks. So B·A has exactly the same
-    effect as the single adapters.
+    effect as the parameters' own adapters.
     """
 
     tensor: TheirTensor
     parts: tuple[TensorPiece, ...]
+    """The pieces of the tensor that belong to parameters with an adapter."""
     rank: int
+    """The rank r of each parameter's own adapter."""
 
     @property
     def module(self) -> str:
@@ -68,7 +70,8 @@ class Adapted:
 
 
 def write_adapter(folder: Path, saved: SavedWeights, pretrained: Pretrained) -> dict[str, int]:
-    """Write a folder for ``peft.PeftModel.from_pretrained``. Return the size of its weight file in bytes, by name.
+    """Write a folder for ``peft.PeftModel.from_pretrained``. Return a dict with the name of the weight file and its
+    size in bytes.
 
     Args:
         folder: The folder to write to.
@@ -101,7 +104,7 @@ def write_adapter(folder: Path, saved: SavedWeights, pretrained: Pretrained) -> 
 
 class Merged:
     """The weights of a base model merged with a checkpoint's adapters: W + α/r · B A, computed in float32 and then
-    rounded."""
+    rounded to the dtype of W."""
 
     def __init__(self, saved: SavedWeights, pretrained: Pretrained) -> None:
         self.saved, self.pretrained, self.lora = saved, pretrained, _lora(saved)
@@ -119,13 +122,13 @@ class Merged:
 
 
 def open_base(saved: SavedWeights) -> Pretrained:
-    """Return the model that a checkpoint's adapters belong to."""
+    """Open the base model that a checkpoint's adapters belong to."""
     assert saved.state.base is not None
     return Pretrained(local_folder(saved.state.base, PATTERNS), saved.model)
 
 
 def _adapted(saved: SavedWeights, tensors: Sequence[TheirTensor], rank: int) -> list[Adapted]:
-    """Return the Hugging Face tensors that have an adapter."""
+    """Return the joint adapter of each Hugging Face tensor that has adapters."""
     found: list[Adapted] = []
     for tensor in tensors:
         parts = tuple(piece for piece in tensor.pieces if f"{_layer(piece)}.lora_A" in saved.shapes)
@@ -135,7 +138,7 @@ def _adapted(saved: SavedWeights, tensors: Sequence[TheirTensor], rank: int) -> 
 
 
 def _layer(piece: TensorPiece) -> str:
-    """Return the name of a weight's module."""
+    """Return the name of the module that a piece's weight belongs to."""
     return piece.name.removesuffix(".weight")
 
 

@@ -41,7 +41,7 @@ from fourfold.run_file.load import load_run
 from fourfold.untrusted_files import check_no_adapter
 
 _TYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-"""Dtypes by their names in config.json."""
+"""Maps the names of dtypes in config.json to torch's dtypes."""
 
 
 def export_huggingface(
@@ -53,10 +53,11 @@ def export_huggingface(
     merge: bool = False,
     averaged: bool = False,
 ) -> Transferred:
-    """Convert a checkpoint of any grid to a folder that transformers can open, with one tensor in memory at a time.
+    """Convert a checkpoint that any grid has written to a folder that transformers can open. One tensor is in memory at
+    a time.
 
     A checkpoint of LoRA adapters becomes a folder that peft can open. With ``merge``, it becomes the base model, merged
-    with the adapters.
+    with the adapters. In the list below, the original model is the Hugging Face model that the run started from.
 
     Args:
         checkpoint: The checkpoint's folder.
@@ -64,18 +65,18 @@ def export_huggingface(
         dtype: Dtype of the weights. "auto" uses the dtype of the original model if the run started from one, and
             otherwise the stored dtypes.
         kind: The model_type to write. The default is the model_type of the original model. If there is no original
-            model, the default is the first model_type that computes the same.
+            model, the default is the first supported model_type that can compute the model.
         tokenizer: A tokenizer.json. By default the original model's tokenizer files are copied, or the corpus's
             tokenizer if there is no original model.
         merge: Whether to merge adapters into their base model.
-        averaged: Whether to write the moving average of [ema] instead of the weights.
+        averaged: Whether to write the moving average of the weights ([ema]) instead of the weights.
 
     Returns:
         A record of the model and the sizes of the files.
 
     Raises:
-        UserError: There is no undamaged checkpoint, no family computes the model, an option does not fit the model, or
-            ``out`` exists.
+        UserError: There is no undamaged checkpoint, no supported model_type can compute the model, an option does not
+            fit the model, or ``out`` exists.
     """
     checkpoint = _newest(checkpoint)
     saved = SavedWeights(checkpoint, averaged)
@@ -88,14 +89,14 @@ def export_huggingface(
         return _export_adapter(checkpoint, saved, out)
     weights = Merged(saved, open_base(saved)) if merge else saved
     source = source_of(checkpoint)
-    model = saved.model.model_copy(update={"num_nextn_predict_layers": 0})  # transformers lacks these layers.
+    model = saved.model.model_copy(update={"num_nextn_predict_layers": 0})  # transformers has no such layers.
     config = _config(model, source, kind)
     types = dict(weights.dtypes)
     wanted = DTYPES.get(dtype)
     if wanted is None and source is not None and not saved.state.weights_only:
         wanted = _TYPE_NAMES.get(str(config.get("dtype", config.get("torch_dtype"))))
     if wanted is not None:
-        # Keep the stored type of a router's bias, because transformers also keeps the bias in float32.
+        # Keep the stored dtype of a router's bias, because transformers also keeps this bias in float32.
         types = {name: each if is_router_bias(name) else wanted for name, each in types.items()}
     if source is None or wanted is not None or not saved.state.weights_only:
         key = "dtype" if "dtype" in config else "torch_dtype"
@@ -182,7 +183,7 @@ def _newest(path: Path) -> Path:
 
 def _config(model: ModelConfig, source: Path | None, kind: str | None) -> dict[str, Any]:
     """Return the config.json to write. If the original model's config.json still describes the model and has the wanted
-    ``kind``, return it without its quantization. Otherwise create a new one."""
+    ``kind``, return it without its quantization. Otherwise create a new config.json."""
     if source is None:
         return config_of(model, kind)
     original = {key: value for key, value in read_config(source).items() if key != QUANTIZED}

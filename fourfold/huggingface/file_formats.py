@@ -13,7 +13,7 @@ Table = dict[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Format:
-    """The format of a family's files."""
+    """The format of a family's files. A field that selects tensors or parameters has parts of their names."""
 
     table: Table
     prefix: str = "model."
@@ -34,7 +34,7 @@ class Format:
     of a head as a pair. In the decoder, they rotate rows i and i + rotary_dim / 2."""
     layers_beyond: str | None = None
     """Key of config.json with the number of extra layers that predict tokens after the next token. fourfold does not
-    import these layers."""
+    import these layers. None if the family has no such key."""
 
     ignored: tuple[str, ...] = ()
     """Name prefixes of modules that predict tokens after the next token. fourfold does not import these modules."""
@@ -95,4 +95,5 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.mas
 HEAD = "lm_head.weight"
 
 VOCABULARY = ("embed_tokens.weight", HEAD)
-"""Parameters with one row per token. The decoder's parameters are padded, but the Hugging Face tensors are not."""
+"""Parameters with one row per token of the vocabulary. The decoder's parameters may have padding rows at the end. The
+Hugging Face tensors have no padding rows."""

@@ -1,7 +1,7 @@
 """Read matrices that files store in 8 bits, with one float32 factor for each block of 128 rows and 128 columns.
 
-DeepSeek-V3's files store its linear layers like this (arXiv 2412.19437, section 3.3.2). The tensor of factors is named
-``weight_scale_inv``, although the values are multiplied by the factors.
+DeepSeek-V3's files store the model's linear layers like this (arXiv 2412.19437, section 3.3.2). The tensor of factors
+is named ``weight_scale_inv``, although the values are multiplied by the factors, not divided.
 """
 
 import math
@@ -25,7 +25,7 @@ class ScaledMatrix:
 
     files: TensorFiles
     names: tuple[str, str]
-    """The names of the matrix and of its factors."""
+    """The name of the matrix, and then the name of the tensor of its factors."""
 
     def read_into(self, out_OI: Tensor, expert: int | None, rows: slice, columns: slice) -> None:
         """Copy part of the matrix to ``out_OI``.
@@ -54,7 +54,7 @@ class ScaledMatrix:
 
 
 def scaled_in(files: TensorFiles, names: Sequence[str], shape: tuple[int, ...]) -> ScaledMatrix | None:
-    """Return the matrix that files store in FP8 under one of these names, or None.
+    """Return the matrix that files store in FP8 under one of these names, or None if there is no such matrix.
 
     Args:
         files: The files.

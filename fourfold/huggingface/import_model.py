@@ -26,7 +26,8 @@ from fourfold.parallel.state import initialize_shards
 
 
 def import_huggingface(name: str, out: Path) -> Transferred:
-    """Write a Hugging Face model as a checkpoint of weights, in the dtypes of its files.
+    """Write the weights of a Hugging Face model as a checkpoint, in the dtypes that the weights have in the model's
+    files.
 
     One parameter is in memory at a time.
 

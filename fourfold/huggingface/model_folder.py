@@ -28,9 +28,10 @@ PATTERNS = (*SMALL_FILES, "*.safetensors", "*.safetensors.index.json")
 
 @dataclass(frozen=True)
 class Transferred:
-    """The result of an import or export."""
+    """The result of importing or exporting a model."""
 
     folder: str
+    """The folder that was written."""
     kind: str
     """The `model_type` in config.json. For adapters, "LoRA of" and the base model's `model_type`."""
     parameters: int

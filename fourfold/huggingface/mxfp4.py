@@ -23,7 +23,7 @@ VALUES = (*HALF, *(-value for value in HALF))
 """The value of each 4-bit number (E2M1)."""
 
 SCALE_OF_ONE = 127
-"""A scale s multiplies by 2^(s − SCALE_OF_ONE)."""
+"""The stored scale that stands for the factor 1. A stored scale s stands for the factor 2^(s − SCALE_OF_ONE)."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PackedMatrices:
 
 
 def packed_in(files: TensorFiles, names: Sequence[str], shape: tuple[int, ...]) -> PackedMatrices | None:
-    """Return the matrices [E, in, out] that files store in MXFP4 under one of these names, or None.
+    """Return the matrices [E, in, out] that files store in MXFP4 under one of these names, or None if there are none.
 
     Args:
         files: The files.
@@ -82,9 +82,9 @@ def packed_in(files: TensorFiles, names: Sequence[str], shape: tuple[int, ...]) 
 
 
 def unpacked(blocks_OGb: Tensor, scales_OG: Tensor) -> Tensor:
-    """Return the float32 matrix [out, in] of blocks [out, in/32, 16] and scales [out, in/32], which are bytes.
+    """Return the float32 matrix [out, in] that is stored as blocks [out, in/32, 16] and scales [out, in/32] of bytes.
 
-    The lower half of a byte comes first.
+    A byte of a block holds two numbers. The first number is in the lower four bits.
     """
     values = torch.tensor(VALUES, device=blocks_OGb.device)
     pairs_OGb2 = torch.stack([values[(blocks_OGb & 15).int()], values[(blocks_OGb >> 4).int()]], dim=-1)

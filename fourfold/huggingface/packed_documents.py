@@ -1,4 +1,4 @@
-"""Find out whether a model computes packed documents separately."""
+"""Find out whether a model computes packed documents (several documents in one row of a batch) separately."""
 
 import torch
 from torch import nn

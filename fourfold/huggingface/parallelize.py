@@ -40,13 +40,13 @@ def parallelize(
     Args:
         model: A model of transformers, with or without LoRA adapters of peft, or any ``nn.Module`` with ``rules``. Its
             weights must be the same on every process. A model on the meta device needs ``weights``.
-        grid: The grid. Only its axes x, y, z, and dp may be larger than 1.
+        grid: The processes, arranged along axes. Only the axes x, y, z, and dp may be larger than 1.
         rules: Maps patterns of module names to styles (``plan_styles.STYLES``), which say how a module is split. The
             rules take precedence over the model's own plan.
         weights: A folder of safetensors (default: the weights that the model has). Each process reads only its own
             slices.
         precision: The dtype that the step computes in, "fp32" or "bf16" (default: the dtype of the weights).
-        weight_prefetch: Number of blocks whose weights are gathered ahead (default 1).
+        weight_prefetch: Number of blocks whose weights are gathered ahead of the computation (default 1).
 
     Returns:
         The model on the grid.
@@ -119,8 +119,8 @@ def _step_types(model: nn.Module, precision: str | None) -> StepTypes:
 
 
 def _units(model: nn.Module) -> Units:
-    """Divide the model into units: each block of the largest ``ModuleList``, and each module with weights outside that
-    list."""
+    """Group the model's modules into units, whose weights are gathered together: the blocks of the largest
+    ``ModuleList``, the embeddings outside that list, and all other leaf modules with weights outside that list."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     blocks = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=nn.ModuleList())
     inside = {module for block in blocks for module in block.modules()}

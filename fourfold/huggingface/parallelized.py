@@ -76,10 +76,10 @@ class Parallelized(nn.Module):
         processes.
 
         If a step has several micro-batches, pass ``num_items_in_batch``, as in transformers. It is the sum of
-        ``count(labels)`` over all micro-batches. A micro-batch's loss is then its sum over labeled tokens, divided by
-        this number.
+        ``count(labels)`` over all micro-batches. The loss of a micro-batch is then the sum over its labeled tokens,
+        divided by ``num_items_in_batch``.
 
-        Documents are packed if the ``position_ids`` of a row start again. Packed documents do not attend to each other.
+        If the ``position_ids`` of a row start again, the row holds packed documents, which do not attend to each other.
         transformers separates documents only without a key-value cache, so by default, the cache is off if you pass
         labels or if gradients are enabled.
 
@@ -164,7 +164,7 @@ class Parallelized(nn.Module):
             )
 
     def rows(self, batch: Tensor) -> Tensor:
-        """Return this process's share of a batch that every process has.
+        """Return this process's sequences of a batch that every process has.
 
         Args:
             batch: The batch [B, …]. Its first dim is divided over z and dp.
@@ -178,7 +178,7 @@ class Parallelized(nn.Module):
         return batch.chunk(axis.size)[axis.rank]
 
     def count(self, labels: Tensor) -> Tensor:
-        """Return the number of tokens in the loss, over all processes.
+        """Return the number of tokens that the loss includes, summed over all processes.
 
         Args:
             labels: Labels [B, S] of this process. IGNORE_INDEX (-100) marks tokens that the loss leaves out.
@@ -233,7 +233,8 @@ class Parallelized(nn.Module):
                 parameter.grad = None if total is None else total.to(dtype)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the norm of the gradients over all processes. Call this instead of torch's function.
+        """Scale the gradients down if their norm over all processes exceeds ``max_norm``. Call this instead of torch's
+        function.
 
         Args:
             max_norm: The largest norm.
@@ -319,8 +320,8 @@ class Parallelized(nn.Module):
             read_checkpoint(self._saved(), Path(folder), optimizer, numbers)
 
     def _saved(self) -> list[LocalShard]:
-        """Return the shards of all weights, and the buffers that are saved with the weights. Every rank has full
-        buffers."""
+        """Return the shards of all weights, and then one shard for each buffer that is saved with the weights. Every
+        rank has full buffers, so a buffer's shard is the full buffer."""
         shards, tile, copies = list(self.shards), Tile(sharded=False), self.grid.sizes.world_size
         for name, buffer in saved_buffers(self.module).items():
             parameter, shape = nn.Parameter(buffer, requires_grad=False), tuple(buffer.shape)

@@ -39,8 +39,8 @@ Numbers = dict[str, dict[str, Any]]
 """The optimizer state of each parameter. "numbers" has its scalars, and "tensors" has the names of its tensors."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of each weight in files. It can differ from ``shard.global_shape``, because an ``InputFirst`` layer of
-several parts splits its last dim into two dims."""
+"""The shape of each weight in files. It can differ from ``shard.global_shape``. An ``InputFirst`` layer that computes
+several kinds of features, such as queries, keys, and values, splits the last dim of its weight into two dims."""
 
 
 @dataclass(frozen=True)

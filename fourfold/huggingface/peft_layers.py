@@ -16,7 +16,7 @@ def take_adapters(model: nn.Module) -> tuple[nn.Module, Any]:
     """Replace peft's layers in a model by ``LoRALinear``, in place.
 
     Args:
-        model: Any model. If it is a model of peft, or has adapters of peft, its layers are replaced.
+        model: Any model. A model without adapters of peft is returned unchanged.
 
     Returns:
         The model without peft's wrapper, and peft's configuration of the adapters. The configuration is None if the
@@ -50,7 +50,7 @@ def take_adapters(model: nn.Module) -> tuple[nn.Module, Any]:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter's name is the name of a matrix of an adapter."""
+    """Return whether this is the name of an adapter's matrix, A or B."""
     return name.rpartition(".")[2] in ADAPTERS
 
 

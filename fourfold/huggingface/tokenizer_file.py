@@ -112,8 +112,8 @@ def write_tokenizer(folder: Path, tokenizer: AnyTokenizer | None, model: ModelCo
 
 
 def add_end_token(folder: Path, config: dict[str, Any], end: int) -> dict[str, Any]:
-    """Add a token to the ids that end a generated text, unless it is one of them. The token comes before the original
-    model's own ids.
+    """Add a token to the ids that end a generated text, unless these ids already include the token. The new token comes
+    first, before the original model's ids.
 
     The function also changes the folder's generation_config.json, if there is one.
 

@@ -31,7 +31,7 @@ def load_model(name: str | Path, dtype: str = "auto", device: str | None = None)
         The model.
 
     Raises:
-        UserError: The model cannot be loaded, or it attends to later tokens.
+        UserError: The model cannot be loaded, its weights do not fit its config.json, or it attends to later tokens.
     """
     if Path(name).is_dir():
         check_model_folder(Path(name))
@@ -85,14 +85,15 @@ def _is_causal(model: Any) -> bool:
 
 
 def _generation_settings(folder: Path, transformers: Any) -> Any:
-    """Return a folder's generation_config.json for one sequence at a time, or None if there is none."""
+    """Return the settings in a folder's generation_config.json, without settings for several sequences. Return None if
+    the folder has no such file."""
     file = folder / GENERATION_FILE
     if not file.is_file():
         return None
     settings = parse_json(file.read_bytes())
     if not isinstance(settings, dict):
         raise ValueError(f"{file} is not a table of settings")
-    # transformers refuses a request for several sequences if the file's other settings allow only one.
+    # Leave out requests for several sequences, because transformers refuses them if other settings allow only one.
     return transformers.GenerationConfig(**{key: settings[key] for key in settings if key not in SEVERAL_SEQUENCES})
 
 

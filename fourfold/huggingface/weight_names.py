@@ -15,11 +15,11 @@ from fourfold.models.transformer import parameter_shapes
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """The rows of a Hugging Face tensor that belong to one of the decoder's parameters. Their number is ``rows``, and
-    they form ``groups`` groups of equal size.
+    """The rows of a Hugging Face tensor that belong to one of the decoder's parameters. There are ``rows`` such rows,
+    in ``groups`` groups of equal size.
 
     The first group begins at row ``first`` of the tensor, and each following group begins ``stride`` rows later. If the
-    decoder's parameter has more rows, these are padding.
+    decoder's parameter has more than ``rows`` rows, its last rows are padding.
     """
 
     name: str
@@ -28,13 +28,14 @@ class TensorPiece:
     groups: int
     stride: int
     expert: int | None = None
-    """The index of the expert, if the decoder's parameter stacks experts along the first dim."""
+    """The index of the expert whose rows these are. None if the decoder's parameter does not stack experts, or if the
+    Hugging Face tensor stacks them too."""
     paired_rows: int = 0
-    """Number of rows at the beginning of each group that are in another order. The decoder's parameter first has the
-    Hugging Face tensor's rows 0, 2, 4, …, and then its rows 1, 3, 5, …."""
+    """Number of rows at the beginning of each group whose order differs. The decoder's parameter first has the rows 0,
+    2, 4, … of the Hugging Face tensor's group, and then the rows 1, 3, 5, …."""
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return the full parameter, or one expert of a parameter that stacks experts."""
+        """Return the full parameter, or only the piece's expert if the parameter stacks experts."""
         return parameter if self.expert is None else parameter[self.expert]
 
     def runs(self, rows: slice) -> Iterator[tuple[slice, slice]]:
@@ -74,6 +75,7 @@ class TheirTensor:
     name: str
     shape: tuple[int, ...]
     transposed: bool
+    """Whether the tensor is stored as [in, out]. The decoder's parameters are [out, in]."""
     is_stacked: bool
     """Whether the tensor and the decoder's parameters stack all experts. If they do, ``pieces`` describes the rows of
     one expert."""

@@ -42,7 +42,8 @@ class Pretrained:
             for piece in tensor.pieces:
                 self._places.setdefault(piece.name, []).append((tensor, piece))
         self._packed: dict[str, PackedMatrices | ScaledMatrix] = {}
-        """Hugging Face tensors that these files store in MXFP4, or in FP8 with one scale per block, by name."""
+        """Maps the names of Hugging Face tensors that these files store in MXFP4, or in FP8 with one scale per block,
+        to objects that read them."""
         for tensor in self.tensors:
             read = packed_in if tensor.is_stacked else scaled_in
             if packed := read(self.files, self._names_in_files(tensor.name), tensor.shape):
@@ -53,8 +54,8 @@ class Pretrained:
         self._check_nothing_left(model, config)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a parameter, which is bf16 for packed tensors. Raise ``UserError`` if its experts
-        have different dtypes."""
+        """Return the stored dtype of a parameter. Tensors in MXFP4 or FP8 count as bf16. Raise ``UserError`` if the
+        parameter stacks experts with different dtypes."""
         types = {
             torch.bfloat16 if tensor.name in self._packed else self.files.dtype(self._names[tensor.name])
             for tensor, _ in self._places[name]

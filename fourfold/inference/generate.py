@@ -1,4 +1,4 @@
-"""Generate text, and measure the speed and the size of the cache."""
+"""Generate text, and measure the speed of the generation and the size of the key-value cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCORE_KEYS = (
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Raise ``UserError`` if no token can be drawn with these options."""
+    """Raise ``UserError`` if one of these sampling options is outside its valid range."""
     if not COLDEST <= temperature < math.inf:
         raise UserError(f"--temperature {temperature} must be finite and at least {COLDEST:g}, such as 1")
     if top_k is not None and top_k < 1:
@@ -43,10 +43,12 @@ class Sampling:
     temperature: float = 0.0
     """Temperature of the softmax. 0 always takes the most likely token."""
     top_k: int | None = None
-    """Draw only from this many of the most likely tokens."""
+    """Draw only from this many of the most likely tokens. None means all tokens."""
     top_p: float | None = None
-    """Draw only from the smallest set of most likely tokens whose probabilities add up to this number."""
+    """Draw only from the smallest set of most likely tokens whose probabilities add up to at least this number. None
+    means all tokens."""
     seed: int = 0
+    """Seed of the random draws."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**64:
@@ -57,7 +59,7 @@ class Sampling:
         check_sampling(self.temperature or 1.0, self.top_k, self.top_p)
 
     def settings(self, model: Any) -> dict[str, Any]:
-        """Return the settings in effect, with transformers' names.
+        """Return the settings in effect as a dict, with transformers' names.
 
         The texts that stop generation come from the model's generation_config.json. If the temperature is above 0, the
         settings that change probabilities (``SCORE_KEYS``) come from this file too. Temperature 0 takes the most likely
@@ -74,17 +76,17 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Generation:
-    """A generated text and its measurements."""
+    """A generated text, the speed of the generation, and the size of the cache."""
 
     text: str
     prompt_tokens: int
     new_tokens: int
     prompt_seconds: float
-    """Number of seconds until the first new token."""
+    """Number of seconds from the start of the generation to the first new token."""
     tokens_per_second: float | None
-    """Number of tokens per second after the first new token. None if there is only one token."""
+    """Number of tokens per second after the first new token. None if there is only one new token."""
     cache_bytes: int | None
-    """Size of everything in the cache at the end, in bytes. None for a model without a cache."""
+    """Size of the whole cache after the last token, in bytes. None for a model without a cache."""
     settings: dict[str, Any]
     """The settings in effect (``Sampling.settings``), with transformers' names."""
 
@@ -130,9 +132,9 @@ def generate(
 ) -> Generation:
     """Continue a prompt.
 
-    The end tokens, the texts that stop generation, and the settings that ``Sampling.settings`` reads come from the
-    model's generation_config.json. All other settings in this file only matter for several sequences at a time. This
-    function streams a single sequence, so it ignores them.
+    The end tokens and the texts that stop generation come from the model's generation_config.json. If the temperature
+    is above 0, the settings that change the probabilities of tokens (``SCORE_KEYS``) come from this file too. This
+    function ignores all other settings in the file, because it streams a single sequence.
 
     Args:
         model: A transformers model, or a fourfold model with the same interface.
@@ -144,7 +146,7 @@ def generate(
         shows_prompt: Whether ``show`` receives the prompt.
 
     Returns:
-        The new text, the speed, and the size of the cache.
+        The new text, the speed of the generation, and the size of the cache.
 
     Raises:
         UserError: ``encode_prompt`` refuses the prompt, ``max_new_tokens`` is below 1, the model has too few positions,
@@ -179,7 +181,7 @@ def generate(
 def _continued(
     model: Any, tokens: Tensor, stream: _Streamer, max_new_tokens: int, ends: list[int] | None, settings: dict[str, Any]
 ) -> Any:
-    """Call transformers' ``generate`` with only these settings, and ignore the model's other settings."""
+    """Call transformers' ``generate`` with these arguments, and ignore all other settings of the model."""
     theirs, texts = model.generation_config, settings.get("stop_strings")
     try:
         own = type(theirs)(
@@ -191,7 +193,7 @@ def _continued(
             eos_token_id=ends,
             **{key: value for key, value in settings.items() if key != "stop_strings"},
         )
-        # Replace the model's generation configuration too, because transformers takes missing values from it.
+        # Replace the model's generation configuration too, because transformers would take missing values from there.
         model.generation_config = own
         return model.generate(
             tokens,
@@ -207,9 +209,9 @@ def _continued(
 
 
 def _stops(stream: _Streamer, texts: str | Sequence[str], ids: Tensor, scores: Any, **more: Any) -> Tensor:
-    """Return whether the new text contains one of these texts. This is a stopping criterion for transformers.
+    """Return whether the new text contains one of ``texts``. This function is a stopping criterion for transformers.
 
-    transformers' own criterion works only with its own tokenizers.
+    transformers' own criterion needs a transformers tokenizer, but ``stream`` may have one of fourfold's tokenizers.
     """
     new = stream.tokenizer.decode(stream.ids)
     done = any(text in new for text in ([texts] if isinstance(texts, str) else texts))
@@ -247,8 +249,8 @@ def _check_length(model: Any, prompt: int, new: int) -> None:
 
 
 def _ends(model: Any, tokenizer: AnyTokenizer) -> list[int] | None:
-    """Return the ids that end a text. They come from the model, or from the tokenizer if the model names none. Skip ids
-    outside the model's vocabulary. Return None if no id is left."""
+    """Return the ids that end a text: the model's ids, or the tokenizer's id if the model names none. Skip ids outside
+    the model's vocabulary. Return None if no id is left."""
     own = model.generation_config.eos_token_id
     own = tokenizer.eod_id if own is None else own
     ids = own if isinstance(own, list) else [own]

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def import_lm_eval(purpose: str = "--tasks needs") -> ModuleType:
-    """Import lm-eval, or raise a ``UserError`` whose message begins with ``purpose``."""
+    """Import lm-eval. If it is not installed, raise a ``UserError`` whose message begins with ``purpose``."""
     return import_extra("lm_eval", "evaluate", purpose)
 
 
 def task_names(names: str) -> tuple[str, ...]:
-    """Split task names at commas. Raise ``UserError`` if lm-eval is not installed."""
+    """Split task names at commas. Raise ``UserError`` if there is a name and lm-eval is not installed."""
     tasks = tuple(name.strip() for name in names.split(",") if name.strip())
     if tasks:
         import_lm_eval()
@@ -39,7 +39,7 @@ def checked_tokenizer(tokenizer: AnyTokenizer) -> TransformersTokenizer:
 
 
 def wrap_model(model: PreTrainedModel, tokenizer: TransformersTokenizer) -> LM:
-    """Wrap a transformers model for lm-eval."""
+    """Return a transformers model and its tokenizer, wrapped as a model of lm-eval."""
     import_lm_eval()
     from lm_eval.models.huggingface import HFLM
 
@@ -47,7 +47,8 @@ def wrap_model(model: PreTrainedModel, tokenizer: TransformersTokenizer) -> LM:
 
 
 def find_tasks(tasks: Sequence[str], folder: Path | None = None) -> TaskManager:
-    """Return all known tasks, including the tasks in ``folder``. Raise ``UserError`` if one of ``tasks`` is unknown."""
+    """Return a manager of lm-eval's tasks and the tasks in ``folder``. Raise ``UserError`` if one of ``tasks`` is
+    unknown."""
     manager = _tasks_in(folder)
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
@@ -60,14 +61,16 @@ def find_tasks(tasks: Sequence[str], folder: Path | None = None) -> TaskManager:
 
 @cache
 def _tasks_in(folder: Path | None) -> TaskManager:
-    """Return the tasks of lm-eval and of a folder. This takes seconds, because lm-eval has thousands of task files."""
+    """Return a manager of lm-eval's tasks and the tasks in a folder. This takes seconds, because lm-eval has thousands
+    of task files."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=None if folder is None else str(folder))
 
 
 def rehearse(tasks: Sequence[str], folder: Path | None = None, num_fewshot: int | None = None) -> None:
-    """Try each task on two documents with random answers. This finds errors in datasets and templates early.
+    """Run each lm-eval task on two documents, with random answers and no model. This finds errors in datasets and
+    templates early.
 
     Raises:
         UserError: lm-eval is not installed, or a task is unknown or fails.
@@ -92,17 +95,18 @@ def run_tasks(
     limit: int | None = None,
     num_fewshot: int | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Run tasks.
+    """Run lm-eval tasks with a model, and return the metrics.
 
     Args:
-        model: A wrapped model.
+        model: The result of ``wrap_model``, or another model of lm-eval.
         tasks: Names of tasks.
-        folder: A folder with your own tasks.
+        folder: A folder with your own tasks. None if you have none.
         limit: Largest number of documents per task. None means all documents.
         num_fewshot: Number of examples in the prompt. None means each task's default.
 
     Returns:
-        The metrics by task, with lm-eval's names (``metric,filter``). Empty on every process except the first.
+        The metrics of each task. Their names are lm-eval's names, such as ``acc,none`` (the metric and a filter of the
+        answers). The result is empty on every process except the first.
 
     Raises:
         UserError: lm-eval is not installed, or a task is unknown.

@@ -10,9 +10,10 @@ from fourfold.errors import UserError
 from fourfold.untrusted_files import read_text_file
 
 MIN_WINDOW = 16
+"""Smallest number of tokens in a window."""
 
 TEXT_FILE = "give a text file in UTF-8"
-"""The end of error messages about a file of `--text`."""
+"""Advice at the end of error messages about a file of `--text`."""
 
 
 def token_windows(
@@ -20,7 +21,7 @@ def token_windows(
 ) -> list[list[int]]:
     """Cut files into windows of ``length`` token ids. Drop the end of a file if it does not fill a window.
 
-    Each window begins with the tokens that the tokenizer puts before a text, as in a prompt.
+    Each window begins with the tokens that the tokenizer puts before every text, such as a BOS token.
 
     Args:
         tokenizer: The tokenizer.

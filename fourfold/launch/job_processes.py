@@ -56,7 +56,7 @@ def run_on_grid(
         The result of the call on this process. If this process has started local workers, the result of rank 0.
 
     Raises:
-        UserError: The launcher does not fit the run, or a worker raised this error.
+        UserError: A launcher did not start `world_size` processes, or a process of the job raised this error.
         WorkerFailed: A worker crashed.
         KeyboardInterrupt, SystemExit: See `run_workers`.
     """
@@ -76,10 +76,10 @@ def run_on_grid(
 
 
 def _place_here(place: Place | None, world_size: int) -> tuple[Place, str | None]:
-    """Return this process's rank and its job's size, and the address where the processes meet.
+    """Return this process's place (its rank, and the size of its job), then the address where the processes meet.
 
-    Either a launcher started this process, or it is the only process of the job. In the second case, there is no
-    address (None).
+    Either a launcher started this process, or this is the only process of the job. In the second case, the address is
+    None.
     """
     if place is None:
         keep_gloo_local()

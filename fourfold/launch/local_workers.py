@@ -60,7 +60,7 @@ class WorkerEnd:
 
 
 class JobHung(WorkerFailed):
-    """The watchdog has ended the job, and has already printed why."""
+    """The job hung. Its watchdog has ended the job, and has already printed which rank went silent."""
 
 
 def run_workers(
@@ -79,13 +79,13 @@ def run_workers(
     write to standard error.
 
     Args:
-        target: The function.
+        target: The function to call in each worker.
         args: Arguments of the function after `place`.
         world_size: Number of processes.
         heeds_stop_signals: Whether the target handles stop signals with `stop_request`. Until it does, the workers hold
             back stop signals.
         restarts: How many times the workers have been restarted.
-        modules: Modules that the target imports. They are imported only once for all workers.
+        modules: Modules that the target imports. On Linux, they are imported only once for all workers.
         started: `Place.started` of the workers (default: now).
 
     Returns:
@@ -207,8 +207,8 @@ def _make_failure(report: WorkerEnd, world_size: int, received: Sequence[int]) -
 def _signals_relayed(workers: WorkerProcesses, heeded: bool) -> Iterator[list[int]]:
     """Relay stop signals to the workers, so that they can save. Yield the list of received signals.
 
-    A signal may arrive before all workers exist. With `heeded`, this function records the signal, and the caller sends
-    it to the workers later. Without `heeded`, the signal ends the job immediately.
+    A signal may arrive before all workers exist. If the workers handle stop signals (`heeded`), this function records
+    the signal, and the caller sends it to the workers later. Otherwise the signal ends the job immediately.
 
     Raises:
         KeyboardInterrupt: A Ctrl-C ends the job immediately, or follows another stop signal. The caller must end the

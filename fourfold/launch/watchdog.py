@@ -1,9 +1,9 @@
 """Start a watchdog for each process of a job. A watchdog ends a job that hangs, and names the rank that went silent.
 
-A watchdog is a separate process (`watchdog_process`). It reads the heartbeats of its training process, and the signals
-that the training process receives. The training process cannot watch itself: it may be stopped, or it may wait forever
-inside a collective. Python runs signal handlers only between two bytecode instructions. Waiting for a collective is one
-instruction, so no handler runs during the wait.
+A watchdog is a separate process (`watchdog_process`). It reads the heartbeats of its training process, which are
+signs of life in shared memory. It also reads which signals the training process receives. The training process cannot
+watch itself: it may be stopped, or it may wait forever inside a collective. Python runs signal handlers only between
+two bytecode instructions. Waiting for a collective is one instruction, so no handler runs during the wait.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def watchdog(folder: Path, place: Place, limits: FaultToleranceConfig) -> Iterat
         folder: Folder for the reports about a hang. It must be the same on all ranks, and new for each start of the
             job.
         place: The rank of this process, and the size of the job.
-        limits: The section [fault_tolerance]. If its timeout is 0, no watchdog is started.
+        limits: The section [fault_tolerance] of the run file. If `timeout` is 0 there, no watchdog is started.
     """
     if not limits.timeout:
         yield
@@ -72,7 +72,7 @@ def _start_watching(
     """Start the watchdog process.
 
     Returns:
-        The watchdog process, and the pipe through which this process tells it about received signals.
+        The watchdog process, and the pipe through which this process tells the watchdog about received signals.
     """
     alive, signals = os.pipe()
     ended, told = os.pipe()

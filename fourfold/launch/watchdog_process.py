@@ -43,19 +43,23 @@ FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class Watch(NamedTuple):
-    """The watchdog's settings for its rank: file descriptors, the rank's number, and time limits in seconds."""
+    """The watchdog's settings: file descriptors, facts about the watched rank, and time limits in seconds."""
 
     heartbeat: int
+    """File descriptor of the memory to which the rank writes its heartbeats."""
     stacks: int
+    """File descriptor of the file to which the rank writes its stack traces."""
     signals: int
     """Pipe from which the watchdog reads the numbers of the signals that the rank receives. The pipe closes when the
     rank ends."""
     tell: int
     """Pipe through which the watchdog tells the rank to exit with a given code."""
     process: int
+    """Process id of the rank."""
     rank: int
     world_size: int
     folder: str
+    """Folder of the reports about a hang."""
     timeout: float
     startup_timeout: float
     grace: float
@@ -74,7 +78,9 @@ class HangingRank(NamedTuple):
     step: int
     doing: str
     last_sign: float
+    """Unix time of the newest heartbeat, in seconds."""
     silent_seconds: float
+    """Number of seconds without a new heartbeat, as the watchdog has measured them."""
     stacks: list[str]
     steps_begun: int = 0
     signs_of_step: int = 0
@@ -124,8 +130,8 @@ def _read_signals(descriptor: int, seconds: float) -> set[int] | None:
 def _must_end(stops: list[float], now: float, watch: Watch) -> bool:
     """Return whether the watchdog must end the rank after a stop signal.
 
-    The watchdog must end the rank after the grace period, which begins with the first stop signal. With `forces`, it
-    must also end the rank `UNWIND_SECONDS` after a second stop signal.
+    The watchdog must end the rank after the grace period, which begins with the first stop signal. With `watch.forces`,
+    it must also end the rank `UNWIND_SECONDS` after a second stop signal.
     """
     if not stops:
         return False

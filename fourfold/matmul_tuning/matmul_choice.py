@@ -1,5 +1,5 @@
-"""Choose how the operands of a run's matmuls are stored in memory. The choice comes from this machine's table or from
-new measurements, and rank 0 chooses for all processes."""
+"""Choose how the operands of a run's matmuls are stored in memory. The choice is called a *layout*. It comes from this
+machine's table or from new measurements, and rank 0 chooses for all processes."""
 
 import os
 import sys
@@ -21,7 +21,8 @@ from fourfold.processes import available_cores
 
 
 def agreed_layouts(run: RunConfig, device: torch.device) -> Layouts:
-    """Return rank 0's layouts on every process, because ranks that share a weight must store it in the same way.
+    """Return the memory layouts of the run's matmuls. Rank 0 chooses them for all processes, because ranks that share a
+    weight must store it in the same way.
 
     The result has only the layouts that differ from the default. It is empty if ``training.tuned_products`` is off.
 
@@ -54,8 +55,8 @@ def _layouts(run: RunConfig, device: torch.device) -> Layouts:
 def tuned_layers(
     run: RunConfig, dtype: torch.dtype, device: torch.device, again: bool = False
 ) -> dict[MatmulSizes, TunedLayer]:
-    """Return the tuned layers for the matmul sizes of a run. Measure sizes that are not in the machine's table, and add
-    the results to the table.
+    """Return the tuned layouts for the matmul sizes of a run. Measure sizes that are not in the machine's table, and
+    add the results to the table.
 
     Args:
         run: The run.
@@ -76,10 +77,11 @@ def tuned_layers(
 
 
 def tune_matmuls(run: RunConfig, again: bool) -> dict[str, Any]:
-    """Return a record of all matmuls of one rank. First measure the matmuls that are not in this machine's table.
+    """Return a record of the tuned layouts of all matmuls of one rank. First measure the matmuls that are not in this
+    machine's table.
 
-    On a CPU, a rank uses the number of threads that ``fourfold train`` gives it on this machine: OMP_NUM_THREADS, or
-    its share of the cores.
+    On a CPU, the rank uses as many threads as ``fourfold train`` gives a rank on this machine: OMP_NUM_THREADS, or the
+    number of cores divided by the number of ranks.
 
     Args:
         run: The run.
@@ -100,7 +102,7 @@ def tune_matmuls(run: RunConfig, again: bool) -> dict[str, Any]:
 
 
 def layer_records(names: Mapping[str, MatmulSizes], layers: Mapping[MatmulSizes, TunedLayer]) -> list[dict[str, Any]]:
-    """Return one record per matmul size, with the names of the layers that have this size."""
+    """Return one record per matmul size, with its layouts and gains, and with the names of the layers of this size."""
     records: list[dict[str, Any]] = []
     for sizes, tuned in layers.items():
         record = {"layers": [name for name, own in names.items() if own == sizes], **sizes._asdict()}

@@ -21,7 +21,8 @@ PRODUCTS = tuple(name for name in LayerLayout.model_fields if name != "turned")
 
 
 class Gain(Strict):
-    """The measured time of one matmul, and how much faster the chosen layout is than the default layout."""
+    """The measured time of one matmul, and how much faster the chosen layout is than the default layout. A *round* of
+    the measurement times each compared layout once."""
 
     seconds: float = Field(gt=0)
     """Seconds with the default layout."""
@@ -51,7 +52,8 @@ class TunedLayer(Strict):
 
     @property
     def gain(self) -> float:
-        """Return the combined gain of the three matmuls."""
+        """Return the combined gain of the three matmuls: their total seconds with the default layouts, divided by their
+        total seconds with the chosen layouts."""
         return sum(each.seconds for each in self.gains.values()) / sum(e.seconds / e.gain for e in self.gains.values())
 
 
@@ -82,7 +84,7 @@ def machine_of(device: torch.device) -> str:
 
 
 def _processor() -> str:
-    """Return the processor's name. Python's own function returns it only on some systems."""
+    """Return the processor's name. ``platform.processor`` returns this name only on some systems."""
     try:
         found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:
@@ -101,8 +103,8 @@ def table_file(machine: str) -> Path:
 
 
 def read_table(machine: str) -> MatmulTable:
-    """Return a machine's table. It is empty if there is no file. Raise ``UserError`` if the file is damaged, cannot be
-    read, or belongs to another machine."""
+    """Return a machine's table. The table is empty if there is no file. Raise ``UserError`` if the file is damaged,
+    cannot be read, or belongs to another machine."""
     file = table_file(machine)
     try:
         text = file.read_bytes()
@@ -122,7 +124,8 @@ def read_table(machine: str) -> MatmulTable:
 
 
 def write_table(table: MatmulTable) -> Path:
-    """Write a table to its machine's file, and return the path. Raise ``UserError`` if it cannot be written."""
+    """Write a table to its machine's file, and return the file's path. Raise ``UserError`` if the file cannot be
+    written."""
     file = table_file(table.machine)
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""Time a linear layer's matmuls with all memory layouts, and choose layouts whose gain is larger than the noise.
+"""Time a linear layer's matmuls with all memory layouts, and choose layouts whose gain is larger than the noise. A
+layout is the memory order in which the weight is stored, and the operands that a matmul copies before it runs.
 
 Timings are noisy, so the fastest of many layouts is often just the luckiest. Therefore layouts are timed in rounds, and
 each round times every layout once. The first rounds only nominate layouts: one for each matmul and each memory order of
@@ -46,7 +47,7 @@ COPIES_TO_TRY = {
         Copies(right="turned and padded"), Copies(left="padded", right="padded"),
     ),
 }  # fmt: skip
-"""For each matmul, the ways to copy its operands that are tried. The first way copies nothing."""
+"""For each matmul, the ways to copy its operands that ``tune_layer`` tries. The first way copies nothing."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -132,7 +133,7 @@ def _tune_matmul(
 def _nominee(medians: dict[Candidate, float], turned: bool) -> Candidate:
     """Return the fastest candidate for one memory order of the weight.
 
-    If the candidate without copies is only slightly slower, return it instead.
+    If the candidate without copies is only slightly slower, return the candidate without copies instead.
     """
     plain = Candidate(turned, Copies())
     best = min((candidate for candidate in medians if candidate.turned == turned), key=medians.__getitem__)
@@ -148,7 +149,7 @@ def _ratios(times: dict[Candidate, list[float]], candidate: Candidate) -> Ratios
 def matmul_calls(
     matmul: str, candidates: Iterable[Candidate], sizes: MatmulSizes, dtype: torch.dtype, device: torch.device
 ) -> dict[Candidate, Callable[[], Tensor]]:
-    """Return one function per candidate that computes the matmul on random operands."""
+    """Return one function per candidate. Each function computes the matmul on random operands."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(rows: int, columns: int) -> Tensor:
@@ -192,8 +193,8 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _cpu_seconds(call: Callable[[], object], repetitions: int) -> float:
-    """Return the seconds of several calls. With one thread, this is CPU time, which excludes the time that other
-    programs take."""
+    """Return the total seconds of ``repetitions`` calls. With one thread, this is CPU time, which excludes the time
+    that other programs take."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     begin = clock()
     for _ in range(repetitions):
@@ -202,8 +203,8 @@ def _cpu_seconds(call: Callable[[], object], repetitions: int) -> float:
 
 
 def gpu_seconds(call: Callable[[], object], repetitions: int) -> float:
-    """Return the seconds of several calls, measured on the GPU with CUDA events. The seconds exclude the time that the
-    host takes to wait for the result."""
+    """Return the total seconds of ``repetitions`` calls, measured on the GPU with CUDA events. The seconds exclude the
+    time that the host takes to wait for the result."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(repetitions):

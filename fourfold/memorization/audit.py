@@ -29,8 +29,8 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
     """Audit a model. Every process of the model's grid must call this.
 
     Args:
-        place: The rank of this process, and the size of the job.
-        request: The documents, and the options of the audit.
+        place: The rank of this process, and the number of processes.
+        request: The documents to audit, and the options of the audit.
         model: The model to audit.
 
     Returns:
@@ -78,8 +78,8 @@ def run_audit(place: Place, request: AuditRequest, model: ScoredModel) -> dict[s
 
 
 def _check_offset(request: AuditRequest, *runs: RunConfig | None) -> None:
-    """Raise ``UserError`` if an offset is given, but a model was trained with document masking. Such a model never
-    attended to other documents."""
+    """Raise ``UserError`` if an offset is given, but one of the models was trained with document masking. In training,
+    such a model never attended to other documents, so an offset makes no sense."""
     if request.offset and any(run is not None and run.data.mask_documents for run in runs):
         raise UserError(
             f"--offset {request.offset} puts other documents before each document, but a model trained with "
@@ -88,8 +88,9 @@ def _check_offset(request: AuditRequest, *runs: RunConfig | None) -> None:
 
 
 def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | None:
-    """Return the mask to replay. With --run, this is the run's mask, which must be replayable. Otherwise it is the
-    model's own mask, or None if that mask is not replayable."""
+    """Return the goldfish mask to replay (compute again). With --run, this is the mask of that run file, which must be
+    replayable. Otherwise, it is the mask that the model was trained with, or None if that mask is unknown or not
+    replayable."""
     if request.run is not None:
         with given_as("--run"):
             config = load_run(request.run).masks.goldfish
@@ -105,7 +106,8 @@ def _goldfish(request: AuditRequest, run: RunConfig | None) -> GoldfishConfig | 
 def _reference_scorer(
     request: AuditRequest, model: ScoredModel, device: torch.device, inputs: Sequence[Tokens]
 ) -> Scorer:
-    """Open the reference model. Raise ``UserError`` if the documents do not fit its vocabulary or its context."""
+    """Open the reference model. Raise ``UserError`` if the documents do not fit the reference model's vocabulary or
+    context."""
     scorer = open_scorer(model, request, device)
     largest, longest = max(int(tokens.max()) for tokens in inputs), max(len(tokens) for tokens in inputs)
     if largest >= scorer.vocab_size:
@@ -125,10 +127,11 @@ def _reference_scorer(
 def _documents(
     request: AuditRequest, scorer: Scorer, tokenizer: AnyTokenizer | None
 ) -> tuple[list[AuditDocument], int]:
-    """Read the documents. The documents of the control file follow, with the count 0.
+    """Read the documents, and then the documents of the control file, which get the count 0. Cut every document to the
+    model's context.
 
     Returns:
-        The documents, and the number of documents that the context truncates.
+        First the documents, and then the number of documents that were too long for the context.
     """
     shortest, context = request.prefix + request.suffix, context_length(scorer)
     if request.offset >= context:
@@ -157,7 +160,8 @@ def _documents(
 
 
 def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> None:
-    """Raise ``UserError`` if there is no member, or if a member is also a control."""
+    """Raise ``UserError`` if no document is a member (the model was trained on it), or if a member has the same tokens
+    as a control."""
     members, controls = (
         {document.tokens.tobytes() for document in documents if (document.count == 0) == is_control}
         for is_control in (False, True)
@@ -173,7 +177,8 @@ def _check_groups(request: AuditRequest, documents: Sequence[AuditDocument]) -> 
 
 
 def _scores(scorer: Scorer, inputs: Sequence[Tokens], offset: int) -> list[TokenScores] | None:
-    """Score every document, without the ``offset`` tokens before it. Return None on ranks other than 0.
+    """Score every document. The ``offset`` tokens before a document are in the model's input, but get no scores. Return
+    None on all ranks except 0.
 
     Raises:
         UserError: A score is NaN or infinite.

@@ -1,5 +1,5 @@
-"""Build an audit's record from scores. The record holds JSON values, and gives each rate with its interval and the
-rate of the controls."""
+"""Build an audit's record from scores. The record holds JSON values. It gives each rate with a confidence interval, and
+next to it the rate of the controls."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,18 @@ from fourfold.memorization.membership import FEWEST, attacks, bag_of_words_guard
 from fourfold.memorization.scores import TokenScores
 
 QUERIES = (1, 100, 10_000, 1_000_000)
-"""Sample budgets: how many samples an attacker may draw. For each budget, the record gives the fraction of documents
-that can be extracted."""
+"""Numbers of samples that an attacker may draw. For each number, the record gives the fraction of documents that the
+attacker can extract."""
 
 CHANCE = 0.5
-"""The probability p in (n, p)-discoverable extraction (see ``Extraction.queries``)."""
+"""An attacker can extract a document if n samples contain its suffix with at least this probability. This is p in
+(n, p)-discoverable extraction (see ``Extraction.queries``)."""
 
 
 @dataclass(frozen=True)
 class AuditInputs:
-    """Documents, their scores, and the options of the audit."""
+    """The documents of an audit, their scores, and the options. ``exempt`` has the ids of the tokens that the goldfish
+    mask never drops. ``truncated`` is the number of documents that were cut to the model's context."""
 
     request: AuditRequest
     model: str
@@ -45,8 +47,8 @@ class AuditInputs:
 def audit_record(inputs: AuditInputs) -> dict[str, Any]:
     """Return the record of an audit.
 
-    Members are the documents that the model was trained on: their count is not 0. Documents with an unknown count are
-    members too.
+    Documents with a count of 0 are controls. All other documents are members: the model was trained on them. Documents
+    with an unknown count are members too.
     """
     documents, scores, suffix = inputs.documents, inputs.scores, inputs.request.suffix
     found = [extraction(document_scores, suffix) for document_scores in scores]
@@ -102,8 +104,8 @@ def _summary(found: Sequence[Extraction]) -> dict[str, Any]:
 
 
 def _beside_control(found: Sequence[Extraction], controls: Sequence[Extraction]) -> dict[str, Any]:
-    """Summarize some documents, and compare them with the controls if there are any. The difference is the effect of
-    training on the documents."""
+    """Summarize the results of some documents. If there are controls, also compare the documents with the controls. The
+    difference is the effect of training on the documents."""
     summary = _summary(found)
     if controls:
         exact, other = (sum(each.exact_match for each in side) for side in (found, controls))
@@ -116,8 +118,8 @@ def _beside_control(found: Sequence[Extraction], controls: Sequence[Extraction])
 
 
 def _by_prefix(members: Sequence[TokenScores], controls: Sequence[TokenScores], suffix: int) -> dict[str, Any]:
-    """Return how often greedy decoding after the first n tokens reproduces the next ``suffix`` tokens, for several n.
-    Documents that are too short for n do not count."""
+    """For several n, return how often greedy decoding after the first n tokens of a document reproduces the next
+    ``suffix`` tokens. Documents with fewer than n + ``suffix`` tokens do not count for n."""
     found = {}
     for prefix in prefix_lengths(members, suffix):
         row = {}
@@ -132,8 +134,8 @@ def _by_prefix(members: Sequence[TokenScores], controls: Sequence[TokenScores], 
 def _membership(
     inputs: AuditInputs, members: Sequence[int], controls: Sequence[int]
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return the results of the membership attacks and of the bag-of-words baseline. Both are None if there are too
-    few documents."""
+    """Return the results of the membership attacks, and then the results of the bag-of-words baseline. With too few
+    documents for the attacks, both are None."""
 
     def score(number: int) -> dict[str, float]:
         reference = None if inputs.reference is None else inputs.reference[number]
@@ -147,8 +149,8 @@ def _membership(
 
 
 def _reference(inputs: AuditInputs, members: Sequence[int]) -> dict[str, Any] | None:
-    """Summarize how much of the members the reference model reproduces. Also count the members that only the audited
-    model reproduces, and the members that only the reference model reproduces. Return None if there is no reference
+    """Summarize how well the reference model reproduces the members. Also count the members that only the audited model
+    reproduces, and the members that only the reference model reproduces. Return None if there is no reference
     model."""
     if inputs.reference is None:
         return None

@@ -16,16 +16,15 @@ from fourfold.memorization.scorers import Scorer
 from fourfold.memorization.scores import TokenScores
 
 TOLERANCES = (0.0, 0.05, 0.1, 0.2)
-"""Fractions of a suffix that may differ from the true text. The record has bounds on the share of extractable documents
-for each fraction."""
+"""Largest fractions of a suffix's tokens that may differ from the true text. For each fraction, the record has bounds
+on the share of extractable documents."""
 
 EXTRACTABLE = 0.001
-"""A suffix counts as extractable if a sample has at least this probability of being near-verbatim (arXiv
-2505.12546)."""
+"""A suffix counts as extractable if a text that an attacker samples is close to the suffix with at least this
+probability (arXiv 2505.12546)."""
 
 SHOWN = 20
-"""Largest number of passages in the record. The record shows the members' continuations that are closest to the true
-text."""
+"""Largest number of passages in the record. They are the continuations that are closest to the true text."""
 
 
 def continuations(
@@ -36,8 +35,10 @@ def continuations(
     tokenizer: AnyTokenizer | None,
     request: AuditRequest,
 ) -> dict[str, Any]:
-    """Remove the suffixes of the first members and the first controls, and let the model write them by greedy decoding.
-    With ``beams``, also search for near-verbatim texts.
+    """Remove the suffixes (the last ``request.suffix`` tokens) of some documents, and let the model continue the
+    remaining texts by greedy decoding. If ``request.beams`` is set, also search for near-verbatim continuations.
+
+    The documents are the first members (the model was trained on them) and the first controls (unseen documents).
 
     Every process of the model's grid must call this.
 
@@ -46,12 +47,13 @@ def continuations(
         documents: The documents.
         inputs: Token ids of each document, with the unrelated tokens before it.
         scores: On rank 0, the scores of each document. None on other ranks.
-        tokenizer: The tokenizer that decodes the passages. Without one, there are no passages.
-        request: The options. ``generate`` is the number of members, and also the number of controls.
+        tokenizer: The tokenizer that decodes the passages. If it is None, there are no passages.
+        request: The options. ``generate`` is the largest number of members, and also the largest number of controls.
 
     Returns:
         On rank 0, the record's entries "generation", "near_verbatim", and "passages". "generation" is None if
-        ``generate`` is 0, and "near_verbatim" is None without a search. On other ranks, all entries are empty.
+        ``generate`` is 0, and "near_verbatim" is None without a search. On other ranks, both are None, and there are no
+        passages.
     """
     suffix = request.suffix
     members, controls = (
@@ -89,7 +91,7 @@ def continuations(
 
 
 def _near_verbatim(sides: dict[str, list[NearVerbatim]], suffix: int) -> dict[str, Any]:
-    """Summarize the bounds for members and for controls at each tolerance."""
+    """Summarize, for each tolerance, the bounds for members and the bounds for controls."""
     return {
         "cost": float(np.mean([each.cost for side in sides.values() for each in side])),
         "tolerances": [
@@ -100,7 +102,8 @@ def _near_verbatim(sides: dict[str, list[NearVerbatim]], suffix: int) -> dict[st
 
 
 def _extractable(found: Sequence[NearVerbatim], edits: int) -> dict[str, Any]:
-    """Return bounds on the share of documents whose suffix is extractable with at most this many edits."""
+    """Return bounds on the share of documents whose suffix is extractable if a continuation may differ from it by at
+    most ``edits`` edits."""
     least = math.log(EXTRACTABLE)
     at_least = sum(each.lower[edits] >= least for each in found)
     at_most = sum(each.upper[edits] >= least for each in found)

@@ -27,19 +27,19 @@ class AuditDocument:
     count: int | None
     """Number of times the model was trained on the document. None if unknown."""
     canary: int | None = None
-    """Index of the document among the planted canaries. None if ``fourfold prepare`` did not plant the document."""
+    """Index of the document among the canaries of ``fourfold prepare``. None if the document is not a canary."""
     planted: Canaries | None = None
-    """How the planted copies differ from the document (noise and shift)."""
+    """How the planted copies of a canary differ from it (noise and shift). None if the document is not a canary."""
     eod_id: int | None = None
-    """Token that ends the document in its corpus. None if unknown."""
+    """Id of the token that ends the document in its corpus. None if unknown."""
 
     @property
     def shift(self) -> int:
-        """Return the largest number of tokens that were cut off the start of a copy."""
+        """Return the largest number of tokens that were cut off the start of a planted copy. 0 without copies."""
         return 0 if self.planted is None else self.planted.shift
 
     def cut(self, longest: int) -> Self:
-        """Truncate the document to its first ``longest`` tokens."""
+        """Return the document with only its first ``longest`` tokens."""
         return replace(self, tokens=self.tokens[:longest])
 
 
@@ -58,7 +58,7 @@ def read_documents(
         tokenizer: The model's tokenizer. If it is None (unknown), each line needs "tokens".
         vocab_size: Size of the model's vocabulary.
         shortest: Smallest allowed number of tokens in a document.
-        text_key: Key of the text.
+        text_key: Key of the text in each line.
 
     Returns:
         The documents, in the order of the file.
@@ -92,13 +92,14 @@ def read_documents(
 
 
 def with_others_before(documents: Sequence[AuditDocument], offset: int) -> list[Tokens]:
-    """Put ``offset`` tokens of unrelated documents before each document, as in packed training sequences.
+    """Put ``offset`` tokens of other documents before each document, as in packed training sequences. Return the token
+    ids of each result.
 
-    Each unrelated document is followed by the token that ends documents in its corpus. Recall can depend on a
-    document's position in the context (arXiv 2505.13171).
+    Each of the other documents is followed by its end token, if this token is known. An offset is useful because recall
+    can depend on a document's position in the context (arXiv 2505.13171).
 
     Raises:
-        UserError: The unrelated documents have too few tokens.
+        UserError: The other documents have too few tokens.
     """
     found = []
     for number, document in enumerate(documents):
@@ -146,7 +147,8 @@ def _tokens(where: object, row: dict[str, Any], tokenizer: AnyTokenizer | None, 
 
 
 def _origin(row: dict[str, Any]) -> tuple[int | None, Canaries | None]:
-    """Return the index of a planted canary, and the noise and shift of its copies."""
+    """Return the index of a canary, and then how its planted copies differ from it. Both are None if the document is
+    not a canary of ``fourfold prepare``."""
     noise = row.get("noise")
     if not isinstance(noise, int | float) or not 0 <= noise < 1:
         return None, None
@@ -156,5 +158,5 @@ def _origin(row: dict[str, Any]) -> tuple[int | None, Canaries | None]:
 
 
 def _is_whole(value: Any) -> bool:
-    """Return whether this is an integer that fits into an array."""
+    """Return whether ``value`` is an integer that fits into an int64 array."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63

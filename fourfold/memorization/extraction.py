@@ -14,29 +14,30 @@ from fourfold.memorization.scores import TokenScores
 
 @dataclass(frozen=True)
 class Extraction:
-    """Measures of one document with a suffix of S tokens."""
+    """The measures of one document and of its suffix, which is a given number of tokens at its end."""
 
     exact_match: bool
-    """Whether greedy decoding produces the suffix from all tokens before it (Carlini et al. 2023, arXiv 2202.07646)."""
+    """Whether greedy decoding after all tokens before the suffix produces the suffix (Carlini et al. 2023, arXiv
+    2202.07646)."""
     longest_span: int
     """Length of the longest run of tokens that the model predicts correctly. A token is predicted correctly if it is
     the most likely one, given the true text before it."""
     token_agreement: float
-    """Fraction of all tokens that are the most likely token at their position."""
+    """Fraction of the document's tokens that the model predicts correctly."""
     extraction_strength: float
     """Length of the longest suffix of the document that greedy decoding reproduces from the text before it, divided by
     the document's length (Wang et al. 2025)."""
     log_p: float
-    """ln of the probability of sampling the suffix."""
+    """ln of the probability that a sample is exactly the suffix, if the sample continues the text before the suffix."""
     loss: float
-    """Mean of -ln p over the tokens, in nats."""
+    """Mean of -ln p over the document's tokens, in nats. p is the model's probability of a token."""
 
     def queries(self, p: float) -> float:
-        """Return how many samples an attacker needs to see the suffix with probability p (Hayes et al., arXiv
-        2410.19482).
+        """Return how many samples n an attacker must draw, so that at least one sample is the suffix with probability p
+        (Hayes et al., arXiv 2410.19482).
 
         n = ln(1 - p) / ln(1 - p_z), where p_z is the probability that one sample is the suffix. The result is
-        infinite if p_z is 0 or below e^-700.
+        infinite if p_z is below e^-700.
         """
         if self.log_p > -1e-12:
             return 1.0
@@ -49,7 +50,7 @@ class Extraction:
 
 
 def extraction(scores: TokenScores, suffix: int) -> Extraction:
-    """Measure one document of more than ``suffix`` tokens."""
+    """Measure one document. Its last ``suffix`` tokens are the suffix, and it must have more tokens than that."""
     agrees = scores.agrees
     wrong = np.flatnonzero(~agrees)
     completed = len(agrees) - (int(wrong[-1]) + 1 if len(wrong) else 0)
@@ -74,7 +75,7 @@ def matches_after(scores: TokenScores, prefix: int, suffix: int) -> bool | None:
 
 
 def match_rate(matches: Sequence[bool]) -> dict[str, Any]:
-    """Return the fraction of documents that match, with its interval, as JSON values."""
+    """Return the number of documents, and the fraction of documents that match with its interval, as JSON values."""
     exact = sum(matches)
     return {
         "documents": len(matches),
@@ -84,8 +85,8 @@ def match_rate(matches: Sequence[bool]) -> dict[str, Any]:
 
 
 def prefix_lengths(documents: Sequence[TokenScores], suffix: int) -> list[int]:
-    """Return the prefix lengths 1, 2, 4, 8, …, and 50. Skip lengths that leave no space for the suffix in the longest
-    document."""
+    """Return the prefix lengths 1, 2, 4, 8, …, and 50, in order. Leave out lengths if even the longest document has
+    fewer than ``suffix`` tokens after such a prefix."""
     longest = max(len(document.tokens) for document in documents) - suffix
     doubling = [2**power for power in range(longest.bit_length())]
     return sorted({length for length in [*doubling, 50] if 1 <= length <= longest})

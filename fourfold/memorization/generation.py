@@ -14,12 +14,13 @@ from fourfold.memorization.intervals import mean_with_interval, wilson
 from fourfold.memorization.scorers import Scorer
 
 APPROXIMATE = 0.1
-"""A continuation matches approximately if its edit distance is at most this fraction of its length, as in the reports
-on Gemma and Gemini."""
+"""A continuation matches approximately if its edit distance from the true text is at most this fraction of its length.
+The reports on Gemma and Gemini use the same limit."""
 
 
 def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], suffix: int) -> list[NDArray[np.int64]]:
-    """Generate ``suffix`` tokens greedily in place of the last tokens of each document, and return the new tokens.
+    """Remove the last ``suffix`` tokens of each document, and generate the same number of tokens greedily. Return the
+    generated tokens.
 
     Every process of the model's grid must call this. Each new token takes one forward pass over the whole text. There
     is no cache, so the function works on any grid.
@@ -46,7 +47,8 @@ def continue_greedily(scorer: Scorer, documents: Sequence[NDArray[np.int64]], su
 def text_likeness(
     generated: Sequence[NDArray[np.int64]], true: Sequence[NDArray[np.int64]], edits: Sequence[int]
 ) -> dict[str, Any]:
-    """Compare generated texts with the true texts, by their token ids. Return means over documents, with intervals.
+    """Compare generated texts with the true texts, by their token ids. Return the mean of each measure over the
+    documents, with its interval.
 
     The measures are ROUGE-L (F1), edit similarity, longest common span, exact match, and approximate match. ROUGE-L
     uses the longest common subsequence (Lin 2004). Edit similarity is 1 - Levenshtein distance / length. A document
@@ -55,7 +57,7 @@ def text_likeness(
     Args:
         generated: Token ids of each generated text.
         true: Token ids of each true text.
-        edits: The ``edit_distance`` of each document.
+        edits: For each document, the ``edit_distance`` between both texts.
     """
     pairs = list(zip(generated, true, strict=True))
     edited = [distance / max(len(a), len(b)) for distance, (a, b) in zip(edits, pairs, strict=True)]
@@ -78,8 +80,8 @@ def passage(prefix: Tokens, true: Tokens, written: Tokens, tokenizer: AnyTokeniz
     """Return one entry of the list "passages" in an audit's record.
 
     The entry has the end of the prefix (as many tokens as the true continuation has), the true continuation, and the
-    model's continuation. Both continuations are lists of pieces. A piece is a text, and a flag that is True if both
-    continuations have it.
+    model's continuation. Each continuation is a list of pieces. A piece is a text and a flag. The flag is True if both
+    continuations have this text.
 
     Args:
         prefix: Token ids before the continuations.
@@ -96,10 +98,10 @@ def passage(prefix: Tokens, true: Tokens, written: Tokens, tokenizer: AnyTokeniz
 
 
 def common_subsequence(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
-    """Return the length of the longest common subsequence."""
+    """Return the length of the longest common subsequence of two lists of token ids."""
     row = np.zeros(len(b) + 1, dtype=np.int64)
     for token in a:
-        # best[j] = max(row[j], row[j-1] + match, best[j-1]). The running maximum below adds the last of these terms.
+        # best[j] = max(row[j], row[j-1] + match, best[j-1]). The running maximum below adds the term best[j-1].
         best = row.copy()
         best[1:] = np.maximum(row[1:], row[:-1] + (b == token))
         row = np.maximum.accumulate(best)
@@ -107,12 +109,13 @@ def common_subsequence(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
 
 
 def common_span(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
-    """Return the length of the longest run of tokens that both contain."""
+    """Return the length of the longest run of consecutive tokens that ``a`` and ``b`` both contain."""
     return SequenceMatcher(None, a.tolist(), b.tolist(), autojunk=False).find_longest_match().size
 
 
 def edit_distance(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
-    """Return the Levenshtein distance: the smallest number of insertions, deletions, and substitutions."""
+    """Return the Levenshtein distance: the smallest number of insertions, deletions, and substitutions of tokens that
+    turn ``a`` into ``b``."""
     places = np.arange(len(b) + 1)
     row = places.copy()
     for number, token in enumerate(a, start=1):

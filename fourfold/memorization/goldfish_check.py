@@ -24,27 +24,29 @@ COPIES = 300
 """Largest number of noisy copies per canary whose masks are compared with the original's mask."""
 
 REPLAYABLE = ("hash", "hash-table")
-"""Strategies whose mask depends only on the document's tokens. Only at the document's start, the mask may also depend
-on the previous document (see ``replay_mask``)."""
+"""Strategies whose mask depends on the document's tokens, and not on the document's position in the training data. At
+the document's start, the mask may also depend on the previous document (see ``replay_mask``)."""
 
 
 @dataclass(frozen=True)
 class MaskReplay:
-    """The mask that one document of T tokens had in training, for the tokens after the first [T - 1]."""
+    """The goldfish mask that one document of T tokens had in training. Both fields are [T - 1], because the first token
+    is never predicted."""
 
     known: NDArray[np.bool_]
-    """True if the document's tokens alone determine whether this token was dropped."""
+    """For each token, True if the document's tokens alone determine whether the mask dropped it."""
     dropped: NDArray[np.bool_]
-    """Whether the token was dropped. Meaningful only if ``known`` is True for the token."""
+    """For each token, whether the mask dropped it. The value has a meaning only if ``known`` is True for the token."""
 
 
 def is_replayable(config: GoldfishConfig) -> bool:
-    """Return True if a document's tokens alone determine its mask, and if the mask is in effect from the first step."""
+    """Return whether a mask can be replayed (computed again) on single documents. A document's tokens alone must
+    determine its mask, and the mask must be in effect from the first step."""
     return config.strategy in REPLAYABLE and config.start_step == 0
 
 
 def check_replayable(config: GoldfishConfig) -> None:
-    """Check that a mask can be replayed on single documents.
+    """Check that a mask can be replayed (computed again) on single documents.
 
     Raises:
         UserError: The mask depends on the document's position in its sequence, or on the step.
@@ -62,10 +64,10 @@ def check_replayable(config: GoldfishConfig) -> None:
 
 
 def replay_mask(config: GoldfishConfig, exempt: tuple[int, ...], tokens: Tokens, shift: int = 0) -> MaskReplay:
-    """Return the mask of a document.
+    """Compute again which tokens of a document the mask dropped in training.
 
     The first h tokens of a document are special. The strategy "hash" drops none of them. With "hash-table", the
-    previous document in the training sequence determines which of them are dropped, so their mask is unknown.
+    previous document in the training sequence determines which of them are dropped. So their mask is unknown.
 
     Args:
         config: The goldfish mask.
@@ -92,13 +94,14 @@ def goldfish_check(
     suffix: int,
     tokenizer: AnyTokenizer | None,
 ) -> dict[str, Any]:
-    """Compare the members' scores at kept and at dropped tokens, with intervals over documents.
+    """Compare the scores of the members' kept tokens and dropped tokens. Members are documents that the model was
+    trained on. Intervals come from resampling documents.
 
     Two of the results need an explanation:
 
-    - ``first_divergence_at_dropped``: the fraction of documents in which the mask dropped the first wrong token of the
-      suffix. Documents whose whole suffix is extracted do not count. If the mask had no effect, this fraction would
-      equal ``suffix_drop_rate``.
+    - ``first_divergence_at_dropped``: the fraction of documents whose first wrongly predicted suffix token was dropped
+      by the mask. Documents without a wrong token in the suffix do not count. If the mask had no effect, this fraction
+      would equal ``suffix_drop_rate``.
     - ``suffix_kept_whole``: the fraction of suffixes without a dropped token. The mask does not protect such suffixes.
 
     Args:
@@ -107,7 +110,7 @@ def goldfish_check(
         documents: The members.
         scores: The scores of each member.
         suffix: Number of tokens at the end of a document that count as its suffix.
-        tokenizer: The model's tokenizer, for the noise of canaries. None if unknown.
+        tokenizer: The model's tokenizer, to draw the noise of canaries again. None if unknown.
 
     Raises:
         UserError: The mask cannot be replayed.
@@ -147,16 +150,16 @@ def goldfish_check(
 def near_duplicates(
     config: GoldfishConfig, exempt: tuple[int, ...], documents: Sequence[AuditDocument], tokenizer: AnyTokenizer | None
 ) -> dict[str, Any] | None:
-    """Measure how often a noisy copy of a document trains a token that the document's own mask drops, and compare this
-    with ``near_duplicate_law``.
+    """Look at the tokens that the mask of a document drops. Measure how often the mask of a noisy copy of the document
+    keeps such a token in the loss. Also return the rate that ``near_duplicate_law`` predicts.
 
-    A copy counts only at tokens that the noise left unchanged. To find these tokens, the function draws the noise
+    Only tokens that the noise left unchanged count. To find these tokens, the function draws the noise of each copy
     again, which needs the tokenizer's vocabulary. Without a tokenizer or without noisy canaries, it returns None.
 
     Args:
         config: The goldfish mask.
         exempt: Token ids that the mask never drops.
-        documents: The members.
+        documents: The members (documents that the model was trained on).
         tokenizer: The model's tokenizer, or None.
     """
     if tokenizer is None:
@@ -189,7 +192,7 @@ def near_duplicates(
 
 
 def _mean_at(where: Sequence[NDArray[np.bool_]], values: Sequence[NDArray[Any]]) -> dict[str, Any] | None:
-    """Return the mean of ``values`` over the tokens that ``where`` selects, with its interval over documents. Return
-    None if ``where`` selects no token."""
+    """Return the mean of ``values`` over the tokens that ``where`` selects, with an interval from resampling documents.
+    Return None if ``where`` selects no token."""
     pairs = [(each[at].sum(), at.sum()) for at, each in zip(where, values, strict=True) if at.any()]
     return pooled_ratio(pairs) if pairs else None

@@ -12,32 +12,34 @@ NOISES = (0.01, 0.05)
 
 
 def exact_match_law(k: int, suffix: int) -> float:
-    """Return (1 - 1/k)^S: the probability that no token in a suffix of S tokens is dropped. Such a suffix can be
-    extracted.
+    """Return (1 - 1/k)^S: the probability that the mask drops no token of a suffix of S tokens, if it drops one token
+    in k. A model that has memorized all kept tokens reproduces such a suffix.
 
-    A model can also extract a suffix by guessing its dropped tokens. If it guesses a fraction q of them correctly, 1/k
-    becomes (1 - q)/k.
+    A model can also reproduce a suffix by guessing its dropped tokens. If it guesses a fraction q of them correctly,
+    replace 1/k by (1 - q)/k.
     """
     return (1 - 1 / k) ** suffix
 
 
 def near_duplicate_law(noise: float, h: int, k: int) -> float:
-    """Return (1 - (1 - ε)^h) · (1 - 1/k), the probability that a near-duplicate trains a token that the original drops.
+    """Return (1 - (1 - ε)^h) · (1 - 1/k). If the mask of a document drops a token, this is the probability that the
+    mask of a near-duplicate of the document keeps the token in the loss.
 
     Args:
-        noise: The fraction ε of tokens that differ in a near-duplicate.
-        h: The number of tokens that determine the mask. The mask changes if one of them differs.
-        k: One of k tokens is dropped.
+        noise: The fraction ε of tokens that differ between the near-duplicate and the original.
+        h: The number of preceding tokens that determine whether the mask drops a token.
+        k: The mask drops one token in k.
     """
     return (1 - (1 - noise) ** h) * (1 - 1 / k)
 
 
 def expected_extraction(config: GoldfishConfig) -> dict[str, Any] | None:
-    """Return the predictions of both laws for common sizes. These are the fraction of suffixes without a dropped token,
-    and the fraction of near-duplicates that train a dropped token. The strategy "static" has no prediction for
-    near-duplicates, because its mask does not depend on tokens.
+    """Return the predictions of both laws for common sizes: first the fraction of suffixes without a dropped token, and
+    then the fraction of dropped tokens that the mask of a near-duplicate keeps. The strategy "static" has no prediction
+    for near-duplicates, because its mask does not depend on tokens.
 
-    Return None if there is no mask, or if the mask differs between copies.
+    Return None if there is no mask, or if its strategy is "random", because copies of a document then have different
+    masks.
     """
     if config.strategy in ("none", "random"):
         return None

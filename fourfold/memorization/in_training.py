@@ -20,14 +20,14 @@ from fourfold.training.validation_loss import is_last_step
 
 
 class CanaryAudit:
-    """A training callback. Every ``audit.interval`` steps, and after the last step, it scores the canaries of a ledger
-    (a list of canaries that ``fourfold prepare`` wrote) in one pass.
+    """A training callback. Every ``audit.interval`` steps, and after the last step, it scores all canaries in the file
+    ``audit.documents`` (a list of canaries that ``fourfold prepare`` wrote).
 
-    Every process of the job must call ``after_step``. Rank 0 writes the results. A run that resumes from a step
-    replaces the lines of later steps.
+    Every process of the job must call ``after_step``. Rank 0 writes the results. If a run resumes from a step, the
+    lines of later steps are replaced.
 
     Raises:
-        UserError: The ledger cannot be used.
+        UserError: The file cannot be used.
     """
 
     def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:

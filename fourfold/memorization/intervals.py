@@ -1,4 +1,4 @@
-"""Compute rates, means, and AUCs with 95 % confidence intervals. The bootstrap is seeded."""
+"""Compute rates, means, and AUCs with 95 % confidence intervals. Random draws have a fixed seed."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +16,8 @@ Interval = tuple[float, float]
 
 
 def wilson(successes: int, trials: int) -> Interval:
-    """Return the interval of a rate (Wilson 1927), or [0, 1] if there are no trials."""
+    """Return the 95 % interval of the rate ``successes`` / ``trials`` (Wilson 1927), or [0, 1] if there are no
+    trials."""
     if trials == 0:
         return 0.0, 1.0
     rate, z2 = successes / trials, Z * Z
@@ -26,7 +27,7 @@ def wilson(successes: int, trials: int) -> Interval:
 
 
 def difference(successes: int, trials: int, other_successes: int, other_trials: int) -> Interval:
-    """Return the interval of the difference between two independent rates (Newcombe 1998, method 10).
+    """Return the 95 % interval of the difference between two independent rates (Newcombe 1998, method 10).
 
     Args:
         successes: Number of successes for the first rate.
@@ -42,8 +43,8 @@ def difference(successes: int, trials: int, other_successes: int, other_trials: 
 
 
 def bootstrap(statistic: Callable[..., float], *samples: NDArray[Any]) -> Interval:
-    """Return the percentile bootstrap interval of a statistic of one or more samples. The rows of each sample are
-    resampled with replacement."""
+    """Return the 95 % interval of a statistic that is computed from one or more samples (percentile bootstrap). The
+    rows of each sample are drawn again, with replacement."""
     generator, found = np.random.default_rng(0), []
     for _ in range(RESAMPLES):
         found.append(statistic(*(rows[generator.integers(0, len(rows), len(rows))] for rows in samples)))
@@ -52,14 +53,14 @@ def bootstrap(statistic: Callable[..., float], *samples: NDArray[Any]) -> Interv
 
 
 def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
-    """Return the mean and its bootstrap interval, as JSON values."""
+    """Return the mean of some values and its 95 % bootstrap interval, as JSON values."""
     array = np.array(values, dtype=np.float64)
     return {"mean": float(array.mean()), "ci": list(bootstrap(lambda rows: float(rows.mean()), array))}
 
 
 def pooled_ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Return the sum of all numerators divided by the sum of all denominators, with its interval, as JSON values. The
-    bootstrap resamples (numerator, denominator) pairs."""
+    """Return the sum of all numerators divided by the sum of all denominators, with its 95 % interval, as JSON values.
+    Each pair is (numerator, denominator), and the bootstrap draws whole pairs."""
 
     def ratio(rows: NDArray[Any]) -> float:
         return float(rows[:, 0].sum() / rows[:, 1].sum())
@@ -69,7 +70,8 @@ def pooled_ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def auc(members: NDArray[np.float64], controls: NDArray[np.float64]) -> float:
-    """Return the area under the ROC curve: the probability that a member scores above a control. Ties count half."""
+    """Return the area under the ROC curve: the probability that a random member has a higher score than a random
+    control. A tie counts as one half."""
     ordered = np.sort(controls)
     below = np.searchsorted(ordered, members, side="left")
     not_above = np.searchsorted(ordered, members, side="right")
@@ -77,10 +79,10 @@ def auc(members: NDArray[np.float64], controls: NDArray[np.float64]) -> float:
 
 
 def auc_interval(members: NDArray[np.float64], controls: NDArray[np.float64]) -> Interval:
-    """Return the bootstrap interval of the AUC. Members and controls are resampled separately.
+    """Return the 95 % bootstrap interval of the AUC. Members and controls are drawn separately.
 
-    If the scores separate members and controls perfectly, every resample has an AUC of 1 (or 0). This is one end of the
-    interval, and the rule of three gives the other end.
+    If the scores separate members and controls perfectly, every draw has an AUC of 1 (or 0). This is one end of the
+    interval. The rule of three gives the other end, 1 - 3/n (or 3/n), where n is the size of the smaller group.
     """
     low, high = bootstrap(auc, members, controls)
     slack = 3 / min(len(members), len(controls))
@@ -88,8 +90,8 @@ def auc_interval(members: NDArray[np.float64], controls: NDArray[np.float64]) ->
 
 
 def true_positive_rate(members: NDArray[np.float64], controls: NDArray[np.float64], one_in: int) -> float | None:
-    """Return the true-positive rate at a false-positive rate of 1/``one_in``, or None if there are fewer than
-    ``one_in`` controls."""
+    """Return the true-positive rate at a false-positive rate of at most 1/``one_in``. Return None if there are fewer
+    than ``one_in`` controls."""
     allowed = len(controls) // one_in
     if not allowed:
         return None

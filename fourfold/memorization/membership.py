@@ -1,6 +1,7 @@
 """Membership inference: test whether a score separates documents that the model was trained on from unseen documents.
 
-The sign of every score is chosen so that members should score higher.
+Documents that the model was trained on are called members, and unseen documents are called controls. Each attack has
+its own score. The sign of the score is chosen so that members should have higher scores than controls.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ if TYPE_CHECKING:  # ``scores`` imports torch. Reports import ATTACKS from this 
     from fourfold.memorization.scores import TokenScores
 
 LOWEST_SHARE = 0.2
-"""min-k % averages over this fraction of a document's tokens: the least likely tokens."""
+"""The attack min-k % uses only the least likely tokens of a document: this fraction of all its tokens."""
 
 FOLDS, PERMUTATIONS = 5, 199
 FEWEST = 10
-"""Smallest number of members, and smallest number of controls, for membership attacks."""
+"""Membership attacks need at least this many members and at least this many controls."""
 
 ATTACKS = {
     "loss": "loss",
@@ -35,7 +36,7 @@ ATTACKS = {
 
 
 def membership_scores(scores: TokenScores, text: str | None, reference: TokenScores | None = None) -> dict[str, float]:
-    """Return each attack's score for one document.
+    """Return the score that each membership attack gives to one document, by the attack's name.
 
     Args:
         scores: The audited model's scores of the document.
@@ -58,10 +59,14 @@ def membership_scores(scores: TokenScores, text: str | None, reference: TokenSco
 def attacks(
     members: Sequence[Mapping[str, float]], controls: Sequence[Mapping[str, float]]
 ) -> dict[str, dict[str, Any]]:
-    """Return the AUC and the true-positive rates at low false-positive rates, for every attack that has scores for all
-    documents.
+    """Return the results of each attack: the AUC with its interval, and the true-positive rates at low false-positive
+    rates. Leave out an attack if it has no score for one of the documents.
 
-    The result is empty if there are fewer than ``FEWEST`` members or controls.
+    The result is empty if there are fewer than ``FEWEST`` members or fewer than ``FEWEST`` controls.
+
+    Args:
+        members: The ``membership_scores`` of each document that the model was trained on.
+        controls: The ``membership_scores`` of each unseen document.
     """
     if min(len(members), len(controls)) < FEWEST:
         return {}
@@ -79,7 +84,8 @@ def attacks(
 
 
 def conclusion(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Summarize the result of the attacks in words, based on the intervals of their AUCs."""
+    """Return sentences that say which attacks can distinguish members from controls, judged by the intervals of their
+    AUCs. ``found`` is the result of ``attacks``."""
     above = [ATTACKS[name] for name, attack in found.items() if attack["auc_ci"][0] > 0.5]
     below = [ATTACKS[name] for name, attack in found.items() if attack["auc_ci"][1] < 0.5]
     sentences = []
@@ -103,12 +109,17 @@ def conclusion(found: Mapping[str, Mapping[str, Any]]) -> str:
 def bag_of_words_guard(
     members: Sequence[NDArray[np.int64]], controls: Sequence[NDArray[np.int64]]
 ) -> dict[str, Any] | None:
-    """Test whether word counts alone separate members from controls, without any model. Return None if there are too
+    """Test whether token counts alone separate members from controls, without the model. Return None if there are too
     few distinct documents.
 
-    The function cross-validates a naive Bayes classifier over token counts. If the classifier's AUC is higher than for
-    95 % of random permutations of the labels, members and controls have different distributions. A membership attack
-    may then only detect this difference (Das et al. 2024, "Blind baselines", arXiv 2406.16201).
+    The function cross-validates a naive Bayes classifier over the token counts of documents. If the classifier's AUC is
+    higher than its AUC for 95 % of random permutations of the labels, members and controls have different
+    distributions. Then a membership attack may detect nothing but this difference (Das et al. 2024, "Blind baselines",
+    arXiv 2406.16201).
+
+    Args:
+        members: Token ids of each document that the model was trained on.
+        controls: Token ids of each unseen document.
     """
     members, controls = _different(members), _different(controls)
     if min(len(members), len(controls)) < FEWEST:
@@ -134,15 +145,16 @@ def bag_of_words_guard(
 
 
 def _different(documents: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
-    """Remove repeated documents. Otherwise one copy of a document could be in the classifier's training data and
-    another copy in its test data."""
+    """Return each distinct document once. If there were two copies of a document, one of them could be in the
+    classifier's training data, and the other in its test data."""
     return list({tokens.tobytes(): tokens for tokens in documents}.values())
 
 
 def _held_out_scores(
     counts: NDArray[np.float64], is_member: NDArray[np.bool_], fold: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return the log-likelihood ratio of each document's words, fitted on the documents outside its fold."""
+    """Return the classifier's score of each document: the mean log-likelihood ratio of its tokens, members against
+    controls. The token frequencies come from the documents of all other folds."""
     score = np.empty(len(counts))
     for number in range(FOLDS):
         seen = fold != number

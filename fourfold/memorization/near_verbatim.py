@@ -2,9 +2,9 @@
 
 Let p_ε be the probability that a sampled text is within ε edits of the suffix. Texts have the length of the suffix, and
 edits are counted in tokens (Levenshtein distance). To measure p_ε by sampling, one would need about 100,000 texts per
-document. Instead, a beam search follows the most likely texts that can still be within ε edits. Their exact
-probabilities add up to a lower bound (arXiv 2603.24917). Texts that the search drops may also be within ε edits. The
-sum of their probabilities is the gap between the lower and the upper bound.
+document. Instead, a beam search follows the most likely texts that can still end within ε edits. The sum of their exact
+probabilities is a lower bound of p_ε (arXiv 2603.24917). Texts that the search drops could also have ended within ε
+edits. The upper bound is the lower bound plus the sum of the probabilities of these dropped texts.
 """
 
 import math
@@ -23,12 +23,13 @@ Tokens = NDArray[np.int64]
 LogP = NDArray[np.float64]
 
 BRANCHES = 64
-"""Largest number of next tokens that the search tries for each text."""
+"""Largest number of tokens by which the search tries to extend each text. It tries the most likely tokens."""
 
 
 @dataclass(frozen=True)
 class NearVerbatim:
-    """Bounds on ln p_ε of one document, for every ε from 0 to the tolerance."""
+    """Bounds for one document. ``lower`` and ``upper`` have the bounds of ln p_ε for ε = 0, 1, …, up to the
+    tolerance."""
 
     lower: LogP
     upper: LogP
@@ -38,7 +39,7 @@ class NearVerbatim:
 
 @dataclass
 class _Search:
-    """The beam search for one suffix of S tokens, with at most ``width`` texts."""
+    """The beam search for texts near one suffix of S tokens. It keeps at most ``width`` texts."""
 
     suffix: Tokens
     tolerance: int
@@ -47,21 +48,23 @@ class _Search:
     def __post_init__(self) -> None:
         self.places = np.arange(len(self.suffix) + 1)
         self.texts_BI = np.zeros((1, 0), dtype=np.int64)
-        """The texts so far, each of I tokens."""
+        """The texts so far [B, I]. All of them have I tokens."""
         self.log_p_B = np.zeros(1)
         self.rows_BS = self.places[None]
-        """Edit distance between each text and the suffix's first 0 to S tokens."""
+        """[B, S + 1]. Column j has the edit distance between each text and the first j tokens of the suffix."""
         self.dropped = np.full(self.tolerance + 1, -math.inf)
-        """ln of the total probability of dropped texts, by the smallest distance that they could still reach."""
+        """Entry ε is ln of the total probability of the dropped texts that could still have ended at edit distance ε,
+        but at no smaller distance."""
         self.read = 0
 
     def extend(self, ids_BK: Tokens, log_p_BK: LogP, is_complete: bool) -> None:
-        """Extend each text by each of K tokens, and keep the most likely texts that can end within the tolerance.
+        """Extend each text by each of K tokens. Keep the most likely of the extended texts that can still end within
+        the tolerance.
 
         Args:
-            ids_BK: The tokens that can follow each text.
-            log_p_BK: ln p of each token.
-            is_complete: Whether all other tokens have probability 0.
+            ids_BK: For each text, the ids of K tokens that can follow it.
+            log_p_BK: ln of the probability of each of these tokens.
+            is_complete: Whether all tokens that are not in ``ids_BK`` have probability 0.
         """
         if not is_complete:
             others_B = np.maximum(0, 1 - np.exp(log_p_BK).sum(1))
@@ -78,10 +81,10 @@ class _Search:
         self.log_p_B, self.rows_BS = log_p_BK[kept], rows_BKS[kept]
 
     def bounds(self, log_p_suffix: float) -> tuple[LogP, LogP]:
-        """Return the lower and the upper bound of ln p_ε for every ε.
+        """Return the lower bounds and then the upper bounds of ln p_ε, for every ε.
 
-        The suffix itself counts with its known probability, even if the search has dropped it. So both bounds of p_0
-        are exact.
+        The suffix itself counts with its known probability (``log_p_suffix`` is ln of it), even if the search has
+        dropped it. So both bounds of p_0 are exact.
         """
         found = np.full(self.tolerance + 1, -math.inf)
         np.logaddexp.at(found, self.rows_BS[:, -1], self.log_p_B)
@@ -103,8 +106,9 @@ class _Search:
     def _nearest(self, rows: Tokens, more: int = 0) -> Tokens:
         """Return the smallest edit distance to the whole suffix that each text can still reach.
 
-        A row has the edit distances between the text so far and each beginning of the suffix. If the text has n tokens
-        more (or fewer) left to write than the suffix has after this beginning, the text needs at least n more edits.
+        A row has the edit distances between the text so far and each beginning of the suffix. After one of these
+        beginnings, the suffix has a certain number of tokens left. If the text will get n tokens more (or n fewer) than
+        this number, it needs at least n more edits.
 
         Args:
             rows: Rows of the edit-distance table [..., S + 1].
@@ -126,7 +130,8 @@ def near_verbatim(
     width: int,
     sampling: AttackSampling,
 ) -> list[NearVerbatim]:
-    """Bound p_ε of the last ``suffix`` tokens of each document, given the tokens before them.
+    """For each document, compute bounds of p_ε. This is the probability that a text that the model samples in place of
+    the document's suffix is within ε edits of the suffix.
 
     Every process of the model's grid must call this. Each new token takes one forward pass over the whole texts. There
     is no cache, so this works on any grid.
@@ -134,8 +139,9 @@ def near_verbatim(
     Args:
         scorer: The model.
         documents: Token ids of each document [T].
-        log_p_suffixes: ln of the probability of sampling each suffix exactly. Only rank 0 needs it.
-        suffix: Number of tokens S of each suffix.
+        log_p_suffixes: For each suffix, ln of the probability that a sampled text equals the suffix. Only rank 0 needs
+            these values.
+        suffix: Number of tokens S at the end of each document that are its suffix.
         tolerance: The largest ε.
         width: Beam width: the number of texts that the search keeps for each document.
         sampling: The attacker's sampling scheme.

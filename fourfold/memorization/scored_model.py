@@ -1,5 +1,5 @@
-"""Find and open the model to score, with its tokenizer and its context length. The model is a checkpoint, which runs on
-a grid, or a Hugging Face model."""
+"""Find and open the model that scores documents, with its tokenizer and its context length. The model is a checkpoint
+(on a grid of processes) or a Hugging Face model (on one process)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fourfold.run_file.load import apply_override, make_run, read_table
 from fourfold.untrusted_files import check_no_adapter
 
 LONGEST_UNKNOWN = 2048
-"""Context length in tokens if the model does not state one. Imported models do not state the sequence length that they
-were trained with, so this is also their longest context."""
+"""Context length in tokens of a model that does not state one. It is also the longest default context of an imported
+model, because such a model does not state the sequence length that it was trained with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +47,20 @@ class ScoringRequest:
 
 @dataclass(frozen=True)
 class ScoredModel:
-    """A model to score, and the run that describes it."""
+    """A model that scores documents, and the run that describes it."""
 
     name: str
     checkpoint: Path | None = None
     """Path of the checkpoint. None for a Hugging Face model."""
     run: RunConfig | None = None
-    """Run with the model's sizes and grid. None for a Hugging Face model."""
+    """The run that loads the checkpoint: it has the model's sizes and the grid. None for a Hugging Face model."""
     knows_data: bool = False
     """Whether the run file of the checkpoint was found. The run file names the training data."""
 
 
 def find_model(name: str, request: ScoringRequest, option: str = "--model") -> ScoredModel:
-    """Find a model. For a checkpoint, also create the run that loads it, on the grid that the request's overrides ask
-    for.
+    """Find a model. For a checkpoint, also create the run that loads it. The request's overrides choose the grid of
+    this run.
 
     Args:
         name: A checkpoint, a run's folder, or a Hugging Face folder or name.
@@ -95,7 +95,8 @@ def find_model(name: str, request: ScoringRequest, option: str = "--model") -> S
 
 
 def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> RunConfig:
-    """Return the run of a forward pass over the checkpoint, on one process unless the overrides ask for more."""
+    """Return a run that loads the checkpoint and computes a forward pass. It uses one process unless the request's
+    overrides ask for more."""
     state = read_state(checkpoint)
     table: dict[str, Any] = {"data": {"source": "python-stdlib"}}
     if run_file.is_file():
@@ -120,11 +121,12 @@ def _forward_run(checkpoint: Path, run_file: Path, request: ScoringRequest) -> R
 
 
 def run_on_model_grid(function: str, request: ScoringRequest) -> Any:
-    """Call a function with (place, request, model) on every process of the model's grid.
+    """Find the model that the request names, and call a function on every process of the model's grid.
 
     Args:
-        function: Name of the function, as ``"module:name"``.
-        request: The request. It names the model.
+        function: Name of the function, as ``"module:name"``. Its arguments are the process's place in the job, the
+            request, and the model.
+        request: The request.
 
     Returns:
         The value that rank 0 returned.
@@ -136,13 +138,14 @@ def run_on_model_grid(function: str, request: ScoringRequest) -> Any:
 
 
 def find_tokenizer(request: ScoringRequest, model: ScoredModel, special_tokens: bool = True) -> AnyTokenizer | None:
-    """Return the tokenizer that the request names, or else the model's own. Return None if the tokenizer is unknown.
+    """Return the tokenizer that the request names. If the request names none, return the model's own tokenizer, or None
+    if that is unknown.
 
     Args:
-        request: The request.
+        request: The request, which may name a tokenizer.
         model: The model.
-        special_tokens: Whether a Hugging Face tokenizer adds its usual special tokens to a text. fourfold's tokenizers
-            never add any.
+        special_tokens: Whether the tokenizer of a Hugging Face model adds its usual special tokens to a text.
+            fourfold's own tokenizers never add special tokens.
     """
     if request.tokenizer == "bytes" or (request.tokenizer is not None and model.run is not None):
         with given_as("--tokenizer"):
@@ -158,12 +161,13 @@ def find_tokenizer(request: ScoringRequest, model: ScoredModel, special_tokens: 
 
 
 def open_scorer(model: ScoredModel, request: ScoringRequest, device: torch.device) -> Scorer:
-    """Load the model on this process of its grid."""
+    """Load the model, and return its scorer. Every process of the model's grid must call this."""
     if model.run is None or model.checkpoint is None:
         return HuggingFaceScorer(model.name, device, request.sampling, request.micro_batch_size)
     return GridScorer.load(model.run, model.checkpoint, device, request.sampling)
 
 
 def context_length(scorer: Scorer) -> int:
-    """Return the largest number of input tokens. If the model states none, this is ``LONGEST_UNKNOWN``."""
+    """Return the largest number of input tokens of a model. If the model does not state it, return
+    ``LONGEST_UNKNOWN``."""
     return scorer.max_length or LONGEST_UNKNOWN

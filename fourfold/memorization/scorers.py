@@ -1,5 +1,5 @@
 """Score every token of documents in one forward pass, with a model on a grid or a Hugging Face model. Each rank
-computes the scores from its own logits, so no rank gathers them all."""
+computes scores from its own logits, so no rank needs the logits of all tokens."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,8 +31,8 @@ from fourfold.training.job import Job
 TokenRows = list[NDArray[np.int64]]
 Scores = list[NDArray[np.float32]]
 Fields = Callable[[Tensor, Tensor], Tensor]
-"""A function that computes F numbers for each of m tokens, [F, m], from the logits [m, V] and the targets [m]. It may
-overwrite the logits."""
+"""A function of logits [m, V] and targets [m]. It returns F numbers (fields) for each of the m target tokens, [F, m].
+It may overwrite the logits."""
 
 
 class Scorer(Protocol):
@@ -47,18 +47,18 @@ class Scorer(Protocol):
 
         Args:
             documents: Token ids of each document [T].
-            fields: The function that computes the numbers for each token. Default: ``score_logits`` with the attacker's
-                sampling scheme.
-            last: Return only the fields of this many tokens at each document's end.
+            fields: The function that computes the fields (numbers) of each token. Default: ``score_logits`` with the
+                attacker's sampling scheme.
+            last: If given, return only the fields of this many tokens at each document's end.
 
         Returns:
-            On rank 0, the fields of each document, [F, T - 1] or with ``last`` [F, last]. On other ranks None.
+            On rank 0, the fields of each document: [F, T - 1], or [F, last] if ``last`` is given. On other ranks None.
         """
         ...
 
 
 class GridScorer:
-    """Runs the forward pass of a job on its grid.
+    """Scores tokens with the model of a job, on the job's grid.
 
     The run's ``training.seq_length`` is the longest input, and ``micro_batch_size`` is the number of documents that one
     rank scores in one forward pass. Documents are distributed over the axes dp and z.
@@ -71,7 +71,8 @@ class GridScorer:
 
     @classmethod
     def load(cls, run: RunConfig, checkpoint: Path, device: torch.device, sampling: AttackSampling) -> Self:
-        """Load a checkpoint's weights onto the grid of ``run``, without the optimizer and the averages."""
+        """Load the weights of a checkpoint onto the grid of ``run``, without the states of the optimizer and the
+        weight averages. Return a scorer."""
         # Do not use tuned matmul layouts, because they were tuned for training steps.
         training = run.training.model_copy(update={"tuned_products": "off"})
         run = run.model_copy(update={"training": training, "ema": EMAConfig()})
@@ -100,8 +101,9 @@ class GridScorer:
         return self._gather(scored, len(documents))
 
     def _width(self, longest: NDArray[np.int64]) -> int:
-        """Return the smallest input width that fits the longest document and that the grid can split. A pipeline always
-        uses the full width."""
+        """Return the length to which inputs are padded: the smallest length that fits ``longest``, the longest
+        document, and that the grid can split. With pipeline stages, inputs always have the length
+        ``training.seq_length``."""
         axes = self.job.run.parallel
         if axes.pp > 1:
             return self.job.run.training.seq_length
@@ -109,7 +111,8 @@ class GridScorer:
         return -(-(len(longest) - 1) // divisor) * divisor
 
     def _in_order(self, fields_FBT: Tensor) -> Tensor:
-        """Gather the fields [F, B, S] of full sequences over the context axis cp, and put the tokens in order."""
+        """Gather the fields from all ranks of the context-parallel axis cp, and put the tokens in order. Return the
+        fields of full sequences, [F, B, S]."""
         cp = self.job.grid.cp
         whole = all_gather(fields_FBT, cp, 2, "audit: scores")
         places_1S = torch.arange(whole.shape[2], device=whole.device)[None]
@@ -128,7 +131,7 @@ class GridScorer:
 
 
 class HuggingFaceScorer:
-    """Scores with a model of the transformers library in one process."""
+    """Scores tokens with a model of the transformers library, on one process."""
 
     def __init__(self, name: str, device: torch.device, sampling: AttackSampling, micro_batch_size: int) -> None:
         self.model = load_model(name, device=str(device))
@@ -163,7 +166,7 @@ class HuggingFaceScorer:
 
 @contextmanager
 def scoring_head(job: Job, fields: Fields) -> Iterator[None]:
-    """Make the last stage return the fields [F, B, S] of its targets instead of a loss.
+    """While the ``with`` block runs, the model's head returns the fields [F, B, S] of the targets instead of the loss.
 
     The function replaces only the head's ``forward``, not the head, because FSDP2 must still gather the head's weights.
     """
@@ -181,8 +184,8 @@ def scoring_head(job: Job, fields: Fields) -> Iterator[None]:
 def _scored(
     head: ParallelHead, x_BTh: Tensor, targets_BS: Tensor, loss_scale: float = 1.0, *, fields: Fields
 ) -> Tensor:
-    """Score one chunk of tokens at a time. Each rank of the tensor axis y gets the full logits of its share of the
-    chunk."""
+    """Return the fields of the targets, [F, B, S]. Compute one chunk of tokens at a time. Within a chunk, each rank of
+    the tensor-parallel axis y computes the fields of a part of the tokens, from their full logits."""
     x_BSh = all_gather(x_BTh, head.x, 1, "audit: tokens")
     x_Nh, targets_N = x_BSh.flatten(0, 1), targets_BS.flatten()
     size = chunk_size(x_Nh.shape[0], head.weight.shape[0] * head.x.size, head.y.size, head.chunk_logits)
@@ -204,7 +207,8 @@ def _score_in_chunks(logits_NV: Tensor, targets_N: Tensor, fields: Fields) -> Te
 
 
 def _of_document(fields_FS: Tensor, document: NDArray[np.int64], last: int | None) -> Tensor:
-    """Return the fields of a document's ``last`` tokens, or of all tokens after the first, without padding."""
+    """Return the fields of the last ``last`` tokens of a document, without padding. If ``last`` is None, return the
+    fields of all tokens after the first."""
     return fields_FS[:, : len(document) - 1][:, -(last or len(document)) :]
 
 

@@ -1,8 +1,8 @@
-"""Score every token in one forward pass over the true text. Membership inference needs only these scores, and so does
-extraction at any position.
+"""Score every token in one forward pass over the true text. Membership inference needs only these scores. Measuring
+extraction after any prefix of the document also needs only these scores.
 
 Greedy decoding after a prefix of the document reproduces the next n tokens if each of them is the most likely token,
-given the true tokens before it. So one forward pass gives the answer for every prefix and every suffix.
+given the true tokens before it. So one forward pass shows for every prefix which tokens greedy decoding reproduces.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ FIELDS = ("log_prob", "predicted", "mean", "variance", "sampled")
 
 @dataclass(frozen=True)
 class AttackSampling:
-    """An attacker's sampling scheme."""
+    """How an attacker draws tokens from the model at random."""
 
     temperature: float = 1.0
     top_k: int | None = None
-    """Draw only from the k most likely tokens."""
+    """Draw only from this many of the most likely tokens. None sets no limit."""
     top_p: float | None = None
-    """Draw only from the most likely tokens that together have this probability."""
+    """Draw only from the most likely tokens that together have this probability. None sets no limit."""
 
     @property
     def is_plain(self) -> bool:
@@ -42,13 +42,13 @@ class TokenScores:
     log_prob: NDArray[np.float64]
     """ln p of the token, in nats."""
     predicted: NDArray[np.int64]
-    """The most likely token."""
+    """Id of the most likely token at this position."""
     mean: NDArray[np.float64]
-    """Mean of ln p at this position, over the model's distribution."""
+    """Mean of ln p over the model's distribution of the token at this position."""
     variance: NDArray[np.float64]
-    """Variance of ln p at this position, over the model's distribution."""
+    """Variance of ln p over the model's distribution of the token at this position."""
     sampled: NDArray[np.float64]
-    """ln p of the token under the sampling scheme."""
+    """ln p of the token if an attacker draws it with the sampling scheme."""
 
     @property
     def agrees(self) -> NDArray[np.bool_]:
@@ -58,19 +58,19 @@ class TokenScores:
 
     @classmethod
     def of(cls, tokens: NDArray[np.int64], fields: NDArray[np.float32]) -> TokenScores:
-        """Convert the fields [5, T - 1] of ``score_logits``."""
+        """Create the scores of a document from its tokens [T] and from the result [5, T - 1] of ``score_logits``."""
         log_prob, predicted, mean, variance, sampled = fields.astype(np.float64)
         return cls(tokens, log_prob, predicted.astype(np.int64), mean, variance, sampled)
 
 
 def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling) -> Tensor:
-    """Return the scores of m tokens in float32, [5, m]: a row for each name in ``FIELDS``.
+    """Return the scores of m tokens in float32, [5, m], with one row for each name in ``FIELDS``.
 
     The row ``predicted`` has token ids, which float32 represents exactly up to 2^24.
 
     Args:
         logits_mV: The logits before each token. The function may overwrite them.
-        targets_m: The token ids.
+        targets_m: The ids of the tokens to score.
         sampling: The attacker's sampling scheme, for the row ``sampled``.
     """
     logits_mV = logits_mV.float()
@@ -92,13 +92,13 @@ def score_logits(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling)
 
 
 def likely_tokens(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling, count: int) -> Tensor:
-    """Return the most likely tokens in float32, [2 * count, m]: their ids, and then ln p of each under the sampling
-    scheme.
+    """Return the most likely tokens at each of m positions, in float32, [2 * count, m]. The first ``count`` rows have
+    their ids. The other rows have ln p of these tokens under the sampling scheme.
 
     ln p is -inf for tokens that top-k or top-p excludes.
 
     Args:
-        logits_mV: The logits.
+        logits_mV: The logits at each position.
         targets_m: Not used. The argument is there because every ``scorers.Fields`` function has it.
         sampling: The sampling scheme.
         count: Number of tokens to return, at most V.
@@ -109,7 +109,8 @@ def likely_tokens(logits_mV: Tensor, targets_m: Tensor, sampling: AttackSampling
 
 
 def _log_p(scaled_mN: Tensor, scaled_mV: Tensor, sampling: AttackSampling) -> Tensor:
-    """Return ln p of N tokens after top-k and then top-p, [m, N]. It is -inf for tokens that top-k or top-p excludes.
+    """Return ln p of N tokens at each of m positions, [m, N], under a sampling scheme that applies top-k and then
+    top-p. ln p is -inf for tokens that top-k or top-p excludes.
 
     Args:
         scaled_mN: The tokens' logits, divided by the temperature.

@@ -1,4 +1,4 @@
-"""Base classes for autograd functions. Unlike torch's own classes, these classes have type annotations."""
+"""Define base classes for autograd functions. Unlike torch's own classes, these classes have type annotations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Function(torch.autograd.Function):
-    """A differentiable function with one output."""
+    """Base class of differentiable functions with one output."""
 
     if TYPE_CHECKING:
 
@@ -23,7 +23,7 @@ class Function(torch.autograd.Function):
 
 
 class FunctionOfMany(torch.autograd.Function):
-    """A differentiable function with several outputs."""
+    """Base class of differentiable functions with several outputs."""
 
     if TYPE_CHECKING:
 

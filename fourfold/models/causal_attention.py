@@ -26,7 +26,7 @@ class AttentionCore(nn.Module):
     k_norm: nn.Module | None
     sinks: nn.Parameter | None
     """One learned logit per query head. The softmax over the head's scores includes this logit, but the logit has no
-    value vector."""
+    value vector. None if the model has no sinks."""
     is_for_gpu = False
     """If True, any device runs the operations that a GPU would run. ``fourfold trace`` sets this for GPU runs."""
 
@@ -97,9 +97,9 @@ class AttentionCore(nn.Module):
         return out_BNSD.transpose(1, 2)
 
     def mask_of(self, q_BSND: Tensor, k_BSKD: Tensor, context: AttentionContext) -> Tensor | None:
-        """Return a mask [B or 1, 1, Q, S] that is true if a query may see a key.
+        """Return a mask [B or 1, 1, Q, S] for Q queries and S keys. It is true if a query may see a key.
 
-        Return None if no mask is needed, because the kernel's own causal mask is enough.
+        Return None if the causal mask that attention kernels apply themselves is enough.
         """
         first, count = context.first_query, q_BSND.shape[1]
         if context.mask_B1SS is not None:
@@ -114,8 +114,10 @@ class AttentionContext:
     """Inputs that all layers of one attention type read in addition to hidden states."""
 
     cos_BS1d: Tensor | None = None
-    """Rotary tables. None if the model has no rotary embeddings. B is 1 if all sequences have the same positions."""
+    """cos of the rotary angles (``rope_tables``). None if the model has no rotary embeddings. B is 1 if all sequences
+    have the same positions."""
     sin_BS1d: Tensor | None = None
+    """sin of the same angles."""
     mask_B1SS: Tensor | None = None
     """True if a query may see a key. None means plain causal attention."""
     first_query: int = 0
@@ -125,8 +127,8 @@ class AttentionContext:
     is_data_BS: Tensor | None = None
     """False for padding, which experts do not process. None means that there is no padding."""
     document_ends_BE: Tensor | None = None
-    """The position after the last token of each document, for layers that use no mask. None if attention may cross
-    document boundaries."""
+    """The position after the last token of each document. None if ``mask_B1SS`` separates the documents, or if
+    attention may cross document boundaries."""
 
 
 class AttentionTables(nn.Module):
@@ -156,7 +158,8 @@ class AttentionTables(nn.Module):
     def with_documents(
         self, tables: AttentionContext, document_ends_BE: Tensor | None, positions_BS: Tensor
     ) -> AttentionContext:
-        """Add a mask to the tables. Plain causal attention needs no mask, so its tables are returned unchanged."""
+        """Add a mask for documents and for the window. Return the tables unchanged if there are neither documents nor a
+        window, because plain causal attention needs no mask."""
         length = positions_BS.shape[1]
         if document_ends_BE is None and not 0 < tables.window < length:
             return tables

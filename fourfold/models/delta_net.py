@@ -43,7 +43,8 @@ class DeltaCore(nn.Module):
     the gated norm."""
 
     CHANNELS = ("q_conv", "k_conv", "v_conv", "A_log", "dt_bias")
-    """Names of the parameters that are split by heads. They have one row per channel, or one value per head."""
+    """Names of the parameters that tensor parallelism splits by heads. The convolutions have one row per channel, and
+    the other two parameters have one value per head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class DeltaCore(nn.Module):
             b: as in ``compute``.
             a: as in ``compute``.
             context: as in ``compute``.
-            parameters: the parameters that ``CHANNELS`` names, in this order.
+            parameters: the parameters that ``CHANNELS`` names, in the order of ``CHANNELS``.
         """
         *convolutions, A_log_N, dt_bias_N = (parameter.float() for parameter in parameters)
         ends_BE = context.document_ends_BE
@@ -211,7 +212,7 @@ def _decays(decay_BNnc: Tensor, documents_BS: Tensor | None) -> tuple[Tensor, Te
     Returns:
         Three tensors of factors.
 
-        - From each token to each later token of the chunk, [B, N, n, c, c].
+        - From each token (last dim) to itself and to each later token of the chunk (second-last dim), [B, N, n, c, c].
         - From the state before the chunk to each token, [B, N, n, c, 1].
         - From each token to the state after the chunk, [B, N, n, c, 1].
     """

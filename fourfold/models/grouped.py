@@ -1,4 +1,4 @@
-"""Grouped matmuls: each group of consecutive rows is multiplied by its own matrix of a stack.
+"""Grouped matmuls. A stack has one matrix per group. Each group of consecutive rows is multiplied by its own matrix.
 
 Shapes: N rows, E groups, I inputs, O outputs.
 """
@@ -175,7 +175,8 @@ def _outer(grad_NO: Tensor, rows_NI: Tensor, groups: Groups, weights_EOI: Tensor
 
 
 def has_kernel(rows: Tensor, other: Tensor, *widths: int) -> bool:
-    """Return whether torch's kernel can multiply all groups at once. It needs a GPU, bf16, and aligned rows."""
+    """Return whether torch's kernel can multiply all groups at once. The kernel needs a GPU, bf16, and rows whose size
+    in bytes is a multiple of ``ALIGNMENT``."""
     fits = all(width * rows.element_size() % ALIGNMENT == 0 for width in widths)
     is_half = rows.dtype == other.dtype == torch.bfloat16
     return hasattr(F, "grouped_mm") and rows.is_cuda and is_half and fits and len(rows) > 0

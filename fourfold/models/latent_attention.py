@@ -18,7 +18,7 @@ LATENT_EPS = 1e-6
 """``eps`` of the norms of the latents. As in transformers, it does not depend on the model's ``norm_eps``."""
 
 Widths = tuple[int, int, int]
-"""The widths r, n, and v."""
+"""The widths r, n, and v, in this order."""
 
 
 class LatentAttention(nn.Module):
@@ -56,7 +56,7 @@ def latent_norm(config: ModelConfig, width: int) -> RMSNorm:
 
 
 class LatentCore(AttentionCore):
-    """The attention core of latent attention. Its values may have fewer channels than its keys."""
+    """The attention core of latent attention. Value heads may have fewer channels than key heads."""
 
     def __init__(self, config: ModelConfig, rotates: bool = True) -> None:
         super().__init__(config, rotates)

@@ -31,7 +31,8 @@ class LoRALinear(nn.Linear):
 
 
 def add_adapters(model: Transformer, config: LoRAConfig, dtype: torch.dtype = torch.float32) -> None:
-    """Freeze a model or pipeline stage, and add adapters to the layers that ``config.targets`` names."""
+    """Freeze a model or pipeline stage, and add adapters to the layers that ``config.targets`` names. If ``targets`` is
+    None, add adapters to all linear layers except ``NEVER_ADAPTED``."""
     model.requires_grad_(False)
     for name, linear in _linears(model).items():
         if config.targets is None or name.rpartition(".")[2] in config.targets:

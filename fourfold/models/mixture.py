@@ -25,8 +25,8 @@ class Mixture(nn.Module):
     """Computes Σ_k w_tk · expert_tk(x_t), plus the output of the shared expert if there is one."""
 
     capacity_factor = 0.0
-    """Limits the rows of each sequence that an expert processes in training: at most this factor times an equal share
-    of the rows. 0 means no limit."""
+    """In training, an expert processes at most capacity_factor · R / E rows (rounded up) of a sequence that has R rows.
+    0 means no limit."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Routing(NamedTuple):
     experts_TK: Tensor
     """Indices of the chosen experts, best first. Parallel layers give padding the index ``num_experts``."""
     weights_TK: Tensor
-    """Factors on the experts' outputs, in float32."""
+    """The factors that the outputs of the chosen experts are multiplied by, in float32."""
 
 
 BIAS = "e_score_correction_bias"
@@ -223,7 +223,8 @@ def order_by_expert(experts_TK: Tensor, kept_TK: Tensor | None, num_experts: int
 
 
 def count_rows(experts_TK: Tensor, num_experts: int) -> Tensor:
-    """Return the number of rows of each expert, [E]. Rows with the index ``num_experts`` (padding) are not counted."""
+    """Return the number of rows that go to each expert, [E]. Do not count rows with the index ``num_experts``, which
+    marks padding and dropped rows."""
     ones = torch.ones((), dtype=torch.int64, device=experts_TK.device).expand(experts_TK.numel())
     return ones.new_zeros(num_experts + 1).scatter_add_(0, experts_TK.flatten(), ones)[:num_experts]
 

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm."""
+"""The norms that a decoder can have: RMSNorm and LayerNorm."""
 
 import torch
 import torch.nn.functional as F

@@ -80,7 +80,8 @@ def rope_tables(positions_BS: Tensor, frequencies_d: Tensor, scale: float) -> tu
 
 
 def apply_rope(x_BSND: Tensor, cos_BS1d: Tensor, sin_BS1d: Tensor) -> Tensor:
-    """Rotate channels i and i + d of each head as a pair, in float32, for i < d. Channels from 2·d on stay the same."""
+    """Rotate channels i and i + d of each head as a pair, in float32, for all d pairs. Channels from 2·d on stay
+    unchanged."""
     return _Rotate.apply(x_BSND, cos_BS1d, sin_BS1d)
 
 

@@ -5,8 +5,6 @@ from torch import Tensor
 
 
 def softcapped(t: Tensor, cap: float) -> Tensor:
-    """Return c·tanh(t / c), which is between −c and c (Gemma 2, arXiv 2408.00118). Return t if c is 0.
-
-    In this formula, c is ``cap``.
-    """
+    """Return cap · tanh(t / cap), so that all values are between −cap and cap (Gemma 2, arXiv 2408.00118). If ``cap``
+    is 0, return t."""
     return cap * torch.tanh(t / cap) if cap else t

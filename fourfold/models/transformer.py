@@ -29,8 +29,8 @@ class Transformer(nn.Module):
     """The decoder, or one pipeline stage of it.
 
     The first stage also has the embeddings. The last stage also has the final norm, the head, and the layers for
-    multi-token prediction (prediction layers). If the model has prediction layers, this stage also has a copy of the
-    token embedding for them. Modules of a stage keep the names they have in the full model. Build the model under
+    multi-token prediction (prediction layers). If the model has prediction layers, the last stage also has a copy of
+    the token embedding for them. Modules of a stage keep the names they have in the full model. Build the model under
     ``torch.device("meta")``. Then allocate memory for the weights, and call ``initialize`` to fill them.
 
     Args:
@@ -75,7 +75,7 @@ class Transformer(nn.Module):
             labels_BS: next tokens, or IGNORE_INDEX for positions that the loss skips.
             positions_BS: each token's position, by default 0, 1, 2, …
             document_ends_BE: the position after the last token of each document. With it, tokens attend only within
-                their own document. The last end in each row is S. Rows with fewer than E documents repeat S.
+                their own document. In each sequence, the last end is S. Sequences with fewer than E documents repeat S.
             loss_scale: the factor that the caller multiplies the loss by before the backward pass. If several losses
                 are returned, each has its own factor.
             x_BSH: the hidden states from the previous stage.
@@ -228,7 +228,7 @@ class PredictionBlock(AttentionAndMLP):
         self.output_layernorm = norm_of(config)
 
     def forward(self, x_BSH: Tensor, context: AttentionContext, next_BSH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the hidden states, and the normalized hidden states, which the head reads."""
+        """Return the new hidden states, and then the same hidden states after a norm, which the LM head reads."""
         x_BSH = self.e_proj(self.embedding_layernorm(next_BSH)) + self.h_proj(self.hidden_layernorm(x_BSH))
         x_BSH = self.add_outputs(x_BSH, context)
         return x_BSH, self.output_layernorm(x_BSH)
@@ -275,7 +275,7 @@ class LMHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden_size))
 
     def forward(self, x_BSH: Tensor, labels_BS: Tensor | None = None, loss_scale: Tensor | float = 1.0) -> Tensor:
-        """Return the logits, or the loss if there are labels.
+        """Return the logits, or the sum of the token losses if there are labels.
 
         This head ignores ``loss_scale``. Other heads need it because they compute gradients together with the loss.
         """

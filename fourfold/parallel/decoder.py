@@ -80,7 +80,8 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
     If several patterns match a name, the first pattern applies.
 
     Args:
-        own_matmuls: replace all linear layers of the blocks even with x = y = 1, so that they can use ``Layouts``.
+        own_matmuls: whether to replace all linear layers of the blocks even with x = y = 1, so that these layers can
+            use ``Layouts``.
     """
     overlap, model, beta = run.overlap, run.model, run.dpo.beta
     split = attention_split(run)
@@ -107,8 +108,8 @@ def tensor_rules(grid: Grid, run: RunConfig, own_matmuls: bool = False) -> Rules
             "layers.*.self_attn.kv": lambda name, m: LinearGroup(m, grid, OVER_Y[split], "keys and values", overlap),
         }
     attention: Rules = {"layers.*.self_attn.core": lambda name, m: _shared_core(m, grid, run)}
-    # If the ranks of y split the queries of a sequence, attention needs a mask. DocumentTables does not create masks,
-    # so keep the model's own tables.
+    # If the ranks of y split the queries of a sequence, attention needs a mask. DocumentTables creates no masks, so
+    # keep the model's own AttentionTables, which creates them.
     if split != "sequence":
         attention["attention_tables"] = lambda name, m: DocumentTables(m.config)
     outputs: Rules = {

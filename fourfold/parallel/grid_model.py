@@ -32,11 +32,12 @@ def replicate_or_shard(
 
     Args:
         model: This process's tiles, on the meta device.
-        units: The groups of modules whose weights are gathered together.
+        units: The groups of modules. The weights of one group are gathered together.
         grid: The grid.
         types: The dtypes of weights, computation, and gradient sums.
         prefetch: Number of blocks whose weights are gathered ahead of time.
-        per_node: Number of ranks per node in a shard group.
+        per_node: Number of ranks that a shard group has on each node. A shard group is the ranks that store the
+            shards of one tile.
         working_copies: Whether the model's parameters may be copies of the stored weights, in the dtype that the step
             computes in. Pass False if the optimizer updates the model's own parameters. With False, FSDP2 is used
             even if nothing is sharded, unless the step computes in the dtype of the stored weights.
@@ -67,8 +68,8 @@ class GridModel:
     def finish_gradients(self) -> None:
         """Complete the gradients after the last backward pass of a step.
 
-        Sum each gradient over micro-batches and over the ranks that each computed a part of it. In a pipeline, also sum
-        over the two copies of an embedding.
+        Sum each gradient over micro-batches and over the ranks that each computed a part of it. If the first and the
+        last pipeline stage both have a copy of the embedding, also sum the gradients of the two copies.
         """
         for stage in self.stages.values():
             stage.finish_gradients()
@@ -96,7 +97,7 @@ class GridModel:
         return gather_full(self.shards, present)
 
     def publish(self) -> None:
-        """Make the next forward pass use the updated stored weights."""
+        """Make the next forward pass use the stored weights as they are now, for example after an optimizer step."""
         for stage in self.stages.values():
             stage.publish()
 

@@ -28,24 +28,27 @@ class LocalShard:
     name: str
     parameter: nn.Parameter
     local: Tensor
-    """The plain tensor that the optimizer updates. If its tile is ``turned``, this is a transposed view
+    """The plain tensor that the optimizer updates. If ``tile`` is ``turned``, this is a transposed view
     (``Tile.as_tile``)."""
     tile: Tile
     global_shape: tuple[int, ...]
     slices: tuple[slice, ...]
     """The slices of the global parameter that ``local`` holds."""
     replicas: int
-    """The number of processes that hold the same part of the parameter."""
+    """The number of processes that hold this part of the parameter, including this process."""
 
     @property
     def current(self) -> Tensor:
-        """Return the local tensor that the parameter has now. The optimizer asserts that this tensor and ``local``
-        share their memory."""
+        """Return the local tensor that ``parameter`` has at this moment. The optimizer asserts that this tensor and
+        ``local`` share their memory."""
         return self.tile.as_tile(self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter)
 
     @property
     def grad(self) -> Tensor | None:
-        """Return the gradient of the local tensor. It is summed over all ranks only after ``sum_partial_gradients``."""
+        """Return the gradient of the local tensor, or None if there is no gradient.
+
+        The gradient is summed over all ranks only after ``sum_partial_gradients``.
+        """
         grad = self.parameter.grad
         return None if grad is None else self.tile.as_tile(grad.to_local() if isinstance(grad, DTensor) else grad)
 
@@ -56,7 +59,8 @@ def replicas_of_tile(tile: Tile, grid: Grid) -> int:
 
 
 def initialize_shards(shards: Iterable[LocalShard], config: ModelConfig, seed: int) -> None:
-    """Fill the weights with initial values. They depend only on the seed, and are bit-identical on every grid."""
+    """Fill the weights with initial values. The values depend only on the model and the seed, so they are bit-identical
+    on every grid."""
     for shard in shards:
         if shard.local.numel():
             fill_slice(shard.local, shard.name, shard.global_shape, shard.slices, config, seed)
@@ -86,7 +90,7 @@ def sum_partial_gradients(shards: Iterable[LocalShard], grid: Grid) -> None:
 def clip_gradients(shards: Sequence[LocalShard], max_norm: float, loss_scale: float = 1.0) -> Tensor:
     """Scale all gradients so that their global 2-norm is at most ``max_norm``.
 
-    If several processes hold the same part of a parameter, the norm counts it once.
+    If several processes hold the same part of a parameter, the norm counts this part once.
 
     Args:
         shards: This process's shards.
@@ -113,16 +117,20 @@ Part = tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]
 
 
 def gather_full(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict[str, Tensor] | None:
-    """Gather the parts of all processes, and return full tensors by name on rank 0. Return None on other ranks.
+    """Gather the shards of all processes, and return full tensors by name on rank 0. Return None on other ranks.
 
-    Rank 0 must have enough memory for all tensors, so use this only for tests and small models.
+    ``tensors`` has one tensor per shard, such as the shard's weights or their gradients. Rank 0 must have enough
+    memory for all full tensors, so use this only for tests and small models.
     """
     parts = gather_parts(shards, tensors)
     return None if parts is None else join_parts(parts)
 
 
 def gather_parts(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> list[Part] | None:
-    """Return the parts of all processes on rank 0, and None on other ranks. Replicas are not removed."""
+    """On rank 0, return every process's parts of the parameters. On other ranks, return None.
+
+    If several processes hold the same part, the list contains this part several times.
+    """
     mine = [(s.name, s.global_shape, s.slices, t.detach().cpu()) for s, t in zip(shards, tensors, strict=True)]
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, everyone)
@@ -130,7 +138,7 @@ def gather_parts(shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> lis
 
 
 def join_parts(parts: Iterable[Part]) -> dict[str, Tensor]:
-    """Join parts into full tensors by name. Elements that no part covers are NaN."""
+    """Join parts of parameters into full tensors, and return them by name. Elements that no part covers are NaN."""
     whole: dict[str, Tensor] = {}
     for name, shape, slices, part in parts:
         whole.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))[slices] = part

@@ -19,8 +19,8 @@ class ArrayFields:
     names, are the same for all cases."""
 
     def map_arrays(self, change: Callable[[np.ndarray], np.ndarray]) -> Self:
-        """Return a copy with ``change`` applied to every array, also in nested ``ArrayFields``. All other values stay
-        the same."""
+        """Return a copy with ``change`` applied to every array, also in nested ``ArrayFields``. All other values are
+        copied without a change."""
         changed: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, ArrayFields):
@@ -35,7 +35,7 @@ class ArrayFields:
 
     def followed_by(self, more: Self) -> Self:
         """Return a copy in which the cases of ``more`` follow the cases of ``self``. Values that are not arrays come
-        from ``self``, so they must be the same in both."""
+        from ``self``, so these values must be equal in ``self`` and ``more``."""
         joined: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, ArrayFields):
@@ -59,7 +59,7 @@ def stack(cases: Sequence[SomeArrayFields]) -> SomeArrayFields:
     All other fields come from the first case.
     """
     columns: dict[str, Any] = {}
-    types = get_type_hints(type(cases[0]))  # A field's own ``type`` may be a string.
+    types = get_type_hints(type(cases[0]))  # ``field.type`` may be a string, so use the resolved type hints.
     for field in fields(cases[0]):
         values = [getattr(case, field.name) for case in cases]
         if isinstance(values[0], ArrayFields):

@@ -1,5 +1,5 @@
-"""Compute the budget of a training run: days, GPU-hours, energy, price, the best checkpoint interval, and the goodput
-if GPUs fail."""
+"""Compute the budget of a training run: days, GPU-hours, energy, price, and the best checkpoint interval. If GPUs fail,
+also compute the *goodput*, which is the fraction of the time that is spent on training."""
 
 import math
 from dataclasses import dataclass
@@ -9,10 +9,7 @@ from fourfold.planning.machines.machine import Machine
 
 RESTART_SECONDS = 600.0
 """Assumed seconds from a failure to the next training step: detecting the failure, starting a new job, and loading the
-checkpoint.
-
-For comparison: Llama 3's run restarted automatically, and trained for more than 90 % of the time (arXiv 2407.21783).
-"""
+checkpoint."""
 CHECKPOINT_BANDWIDTH = 1e9
 """Bytes per second that each GPU writes to storage, if the machine file has no ``checkpoint_bandwidth``."""
 
@@ -20,7 +17,7 @@ CHECKPOINT_BANDWIDTH = 1e9
 @dataclass(frozen=True)
 class Costs:
     """The cost of training on a number of tokens. If ``goodput`` is known, days and GPU-hours include the time that
-    failures and checkpoints take. A field is None if the machine file lacks the value that it is computed from."""
+    failures and checkpoints take. A field is None if the machine file lacks a value that the field is computed from."""
 
     tokens: float
     days: float
@@ -29,8 +26,11 @@ class Costs:
     price: float | None
     """Price of all GPU-hours, in the currency of the machine file's ``price_per_gpu_hour``."""
     checkpoint_seconds: float
+    """Seconds to write one checkpoint."""
     checkpoint_interval_seconds: float | None
+    """The interval between checkpoints that loses the least time, in seconds."""
     mtbf_hours: float | None
+    """Mean time between failures of the job, in hours."""
     goodput: float | None
     """Fraction of the time that is spent on training. The remaining time is spent on checkpoints, lost work, and
     restarts."""
@@ -44,7 +44,7 @@ def costs(tokens: float, tokens_per_second: float, gpus: int, saved: float, mach
         tokens_per_second: Throughput of all GPUs, in tokens per second.
         gpus: Number of GPUs.
         saved: Size of a checkpoint in bytes.
-        machine: The machine.
+        machine: The machine to train on.
 
     Raises:
         UserError: The GPUs fail so often that checkpoints, lost work, and restarts would take all of the time.

@@ -18,7 +18,7 @@ class SavePlan:
     """How often a run saves a checkpoint."""
 
     steps: int
-    """Number of steps between checkpoints. 0 saves only when the run ends or is stopped."""
+    """Number of steps between checkpoints. With 0, the run saves only when it ends or is stopped."""
     step_seconds: float
     """Predicted seconds per step."""
 

@@ -56,7 +56,7 @@ class ModelShape(ArrayFields):
     output_norms: Flag = False
     """Whether some norms apply to the outputs of attention and MLP."""
     sliding_window: Number = 0
-    """Number of tokens that a query attends to in a sliding-window layer."""
+    """Largest number of tokens that a query attends to in a sliding-window layer."""
     sliding: Number = 0
     """Fraction of the blocks with a sliding window."""
     caps_scores: Flag = False
@@ -76,7 +76,8 @@ class ModelShape(ArrayFields):
     sparse: Number = 0
     """Fraction of the blocks that have experts."""
     clamps_gate: Flag = False
-    """Whether the MLP clamps gate and up (GPT-OSS). The backward pass then recomputes the activation of the gate."""
+    """Whether the MLP clamps the outputs of gate and up (GPT-OSS). The backward pass then recomputes the activation of
+    the gate."""
     q_latent: Number = 0
     """Width of the query latent (latent attention). 0 if queries have no latent."""
     kv_latent: Number = 0

@@ -25,25 +25,26 @@ from fourfold.planning.search.space import refusal
 from fourfold.planning.search.within_error import WithinError, layouts_within_error
 
 TALLEST = 5
-"""Charts show the run file's layout only if its step time is at most this many times the best layout's step time."""
+"""Charts show the user's own layout only if its step time is at most this many times the best layout's step time."""
 
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """A plan, the request that it answers, and the results that the options add."""
+    """A plan, the request that the plan answers, and the results of options such as --explain."""
 
     request: Request
     plan: Plan
     own: Prediction | None
-    """The prediction for the run file's layout. None without a run file, or if the layout is illegal."""
+    """The prediction for the user's own layout, from the run file or from the run of another program. None if there is
+    no such layout, or if the run file's layout is illegal."""
     theirs: Prediction | None
-    """The best layout in the other program. None without a run of another program, or if no layout fits."""
+    """The best layout in the other program. None if the request has no run of another program, or if no layout fits."""
     own_refused: str
-    """Reason why the run file's layout is illegal. Empty if it is legal, or without a run file."""
+    """Reason why the run file's layout is illegal. Empty if this layout is legal, or if there is no run file."""
     explanation: dict[str, Any] | None
     costs: Costs | None
     extrapolation: list[str]
-    """Texts about the features of the best layout's workload that are outside the machine's calibrated range. Each text
+    """One text for each feature of the best layout's workload that is outside the machine's calibrated range. The text
     names the range."""
     interval_factors: tuple[float, float] | None
     """Factors on predicted seconds that give the 5th and the 95th percentile of measured seconds. None on a machine
@@ -64,15 +65,15 @@ class PlanRecord:
 
     @property
     def own_label(self) -> str:
-        """Return the label of the run file's layout in tables. It includes the layout's number of GPUs if this differs
-        from the requested number."""
+        """Return the label of the user's own layout in tables. The label includes the layout's number of GPUs if this
+        number differs from the requested number."""
         if self.own is None or self.own.gpus == self.request.gpus:
             return "yours"
         return f"yours, on {self.own.gpus} GPU{'s' if self.own.gpus > 1 else ''}"
 
     @property
     def is_own_drawn(self) -> bool:
-        """Return whether charts show the run file's layout.
+        """Return whether charts show the user's own layout.
 
         Charts show this layout if it has a prediction for the requested number of GPUs, unless its step takes more than
         ``TALLEST`` times as long as the best layout's step. A longer bar would make all other bars too small to read.

@@ -31,7 +31,7 @@ class Program(ArrayFields):
     keeps_float8_inputs: Flag = False
     """Whether FP8 matmuls save their inputs for the backward pass in FP8 (Transformer Engine)."""
     chunk_logits: Number = 1 << 27
-    """Number of logits that one rank computes at once."""
+    """Largest number of logits that one rank computes at once."""
     tiled_mlp: Flag = False
     """Whether the MLP processes one chunk of tokens at a time. A chunk has as many tokens as the hidden size
     (DeepSpeed's ALST)."""
@@ -56,7 +56,7 @@ class Program(ArrayFields):
     """Whether the forward pass's collectives over x overlap, piece by piece, with the matmul of the same layer
     (AsyncTP)."""
     gate_first: Flag = True
-    """Whether the all-reduce of gate over y overlaps with the matmul of up."""
+    """Whether the all-reduce over y of the MLP's gate projection overlaps with the matmul of the up projection."""
 
     overlap_z: Flag = True
     """Whether weight all-gathers and gradient reduce-scatters overlap with computation."""
@@ -68,10 +68,10 @@ class Program(ArrayFields):
     """Number of all-gathers that collect a block's weights. It is above 1 if a framework gathers the weights of each
     module separately (DeepSpeed)."""
     prefetch: Number = 1
-    """Number of blocks whose weights are all-gathered before they are needed."""
+    """Number of blocks whose weights are all-gathered in advance, while an earlier block computes."""
     shards_per_node: Number = 1
-    """Number of ranks per node in a shard group. Above 1, the group's collectives run in two levels: inside each node
-    and across nodes."""
+    """Number of ranks per node in a shard group (ranks that shard the same weights). If this is above 1, the group's
+    collectives run in two levels: inside each node and across nodes."""
     weights_kept: Flag = False
     """Whether weights are all-gathered once per step instead of once per micro-batch (distributed optimizers)."""
     half_weights: Flag = False
@@ -85,7 +85,8 @@ class Program(ArrayFields):
     """Bytes per stored gradient entry. 0 means ``Step.reduce_bytes``."""
     unused_gradients: Flag = False
     """Whether one unused gradient in the step's dtype is stored per shape of a block's weights. Transformer Engine
-    gives it to autograd, because its kernels add gradients to the sums themselves (``get_dummy_wgrad``)."""
+    returns unused gradients to autograd (``get_dummy_wgrad``), because its kernels have already added the real
+    gradients to the sums."""
     gradient_copy: Flag = False
     """Whether the optimizer copies its gradients to fp32 (DeepSpeed)."""
 
@@ -100,16 +101,16 @@ class Program(ArrayFields):
     recomputes_per_op: Flag = False
     """Whether selective recompute saves only the outputs of attention and of every second matmul (torchtitan)."""
     recompute_stops_early: Flag = True
-    """Whether full recompute skips a block's last matmul and its sum over x, because the backward pass does not need
-    their results."""
+    """Whether full recompute skips a block's last matmul and the sum of its result over x, because the backward pass
+    does not need the block's output."""
     stage_keeps: Number = 0
     """Number of additional tensors, each as large as the residual stream, that a pipeline stage stores per
     micro-batch."""
     expandable_segments: Flag = True
-    """Whether PyTorch's allocator uses expandable segments. Without them, it cannot release segments that are partly in
-    use."""
+    """Whether PyTorch's allocator uses expandable segments. Without them, the allocator cannot release segments that
+    are partly in use."""
     count_runtime: Flag = True
-    """Whether predicted memory includes the driver and the communication library."""
+    """Whether predicted memory includes the memory of the driver and of the communication library."""
     count_cached: Flag = True
     """Whether predicted memory includes unused memory that the allocator holds."""
 
@@ -117,8 +118,8 @@ class Program(ArrayFields):
     """Whether x splits each expert's width. Otherwise no expert is split, and ep divides the experts over the ranks of
     x too (expert_tensor_parallel_size = 1 in Megatron-LM)."""
     sends_once: Flag = False
-    """Whether a token is sent only once to a rank that has several of its experts, and only once over the network to
-    each node (DeepEP). Otherwise it is sent once per expert."""
+    """Whether a token is sent only once to a rank that has several of the token's experts, and only once over the
+    network to each node (DeepEP). Otherwise the token is sent once per expert."""
     fused_experts: Flag = False
     """Whether the kernels of the expert matmuls also compute the activation and round inputs and outputs to 8 bits."""
     adds_expert_bias: Flag = False

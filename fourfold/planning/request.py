@@ -39,8 +39,7 @@ class Request:
     """The model and its step, on a grid of one process."""
     gpus: int
     own: Workload | None
-    """The workload of the run file's layout, or of the other program's run. None without a run file and without
-    ``other``."""
+    """The workload with the user's own layout, from the run file or from ``other``. None if both are None."""
     run: RunConfig | None
     """The run file. None if the request names a model or the run of another program instead."""
     precision: str | None
@@ -125,8 +124,8 @@ def request_from_options(
 
 
 def request_for_run(run: RunConfig, gpus: int) -> Request:
-    """Make the request to plan a run's model and batch on this number of GPUs. Raise ``UserError`` if the planner
-    cannot predict the run."""
+    """Make the request to plan a run's model and batch on ``gpus`` GPUs. Raise ``UserError`` if the planner cannot
+    predict the run."""
     own = workload_of(run)
     base = own.but(**dict.fromkeys(LIMITED, 1), micro_batch_size=1, batch_parts=1, zero=0, recompute=0)
     return Request(run.name, run.model, base, gpus, own, run, None, None)
@@ -144,8 +143,8 @@ def request_from_other(path: Path, model: str | None, given: Mapping[str, object
     Args:
         path: The configuration of the other program.
         model: Name of a preset, or path of a config.json or its folder. Default: the model in the file.
-        given: Columns with values that replace the file's values. A value of None changes nothing. The column
-            ``step_seconds`` is the user's measured step.
+        given: Values that replace the file's values, by column name (``columns.MeasuredRow``). None keeps the file's
+            value. ``step_seconds`` is the step time that the user measured.
 
     Raises:
         UserError: The file is invalid, neither the file nor ``given`` has a value that a prediction needs, or the
@@ -171,8 +170,8 @@ def training_keys(precision: str) -> dict[str, str]:
 
 
 def _load_model(name: str, precision: str) -> tuple[ModelConfig, str, str | None]:
-    """Load the sizes of a preset, of a config.json, or of a folder with one. Return the sizes, a short name, and a note
-    for the user (or None)."""
+    """Load the sizes of a preset, of a config.json, or of a folder that has a config.json. Return the sizes, a short
+    name, and a note for the user (or None)."""
     path = Path(name)
     if not path.is_dir() and path.suffix != ".json":
         if os.sep in name:

@@ -1,4 +1,4 @@
-"""Convert a run file to a workload."""
+"""Convert a run file to a workload: the planner's description of one training step (``workload.Workload``)."""
 
 from fourfold.config.layout import CHUNK_LOGITS, context_method
 from fourfold.config.model import ModelConfig

@@ -22,7 +22,7 @@ class ScalingPoint:
     efficiency: float | None
     """Tokens per second per GPU, relative to the first point that has a layout. None if no layout fits."""
     why_not: str
-    """Reason why there is no layout. Empty if there is one."""
+    """Reason why there is no layout that is legal and fits. Empty if there is such a layout."""
 
     @property
     def pflops(self) -> tuple[float, float]:
@@ -77,11 +77,11 @@ def scaling_curve(
 
     Args:
         base: The model and its step at the first number of GPUs.
-        machine: The machine.
-        constants: The machine's constants.
+        machine: The machine to plan for.
+        constants: The planner's constants for the machine.
         sizes: GPU counts to plan for.
-        weak: Whether the batch grows with the number of GPUs (weak scaling). Otherwise it stays the same (strong
-            scaling).
+        weak: Whether the batch grows with the number of GPUs (weak scaling). Otherwise all numbers of GPUs have the
+            same batch (strong scaling).
         limits: Limits of the search.
         watch: Called before each plan with the number of finished plans and the number of all plans.
 

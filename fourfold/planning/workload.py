@@ -33,7 +33,8 @@ frameworks other than fourfold), pass them around a ring, or divide the heads am
 
 @dataclass(frozen=True)
 class Layout(ArrayFields):
-    """How a model and its batch are divided over the GPUs, and what is recomputed."""
+    """How a model and its batch are divided over the GPUs, and what is recomputed. The fields from ``x`` to ``ep`` are
+    sizes of the grid's axes."""
 
     x: Number = 1
     y: Number = 1
@@ -42,7 +43,7 @@ class Layout(ArrayFields):
     cp: Number = 1
     pp: Number = 1
     ep: Number = 1
-    """Number of ranks that the experts are divided over. They are neighbors among the dp · cp · z ranks."""
+    """Number of ranks that the experts are divided over. These ranks are neighbors among the dp · cp · z ranks."""
     stages_per_rank: Number = 1
     """Number of stages (groups of consecutive layers) per pipeline rank."""
     schedule: Number = 0
@@ -64,7 +65,7 @@ class Layout(ArrayFields):
     end_layers: Number = 0.0
     """When layers are divided into stages, the embedding and the head each count as this number of layers."""
     layers_per_stage: tuple[int, ...] | None = None
-    """Number of layers in each stage, if a run file sets it. Only for a single layout."""
+    """Number of layers in each stage, if a run file sets it. This must be None if the other fields are arrays."""
 
     @property
     def gpus(self) -> Number:
@@ -72,8 +73,8 @@ class Layout(ArrayFields):
 
     @property
     def shards(self) -> Number:
-        """Return the number of shards of a tile, which is the part of a weight for one position of x and y. The number
-        is z, or z · dp · cp if ``zero`` also shards weights or optimizer states."""
+        """Return the number of shards that a tile is divided into. A tile is the part of a weight for one position of x
+        and y. The number is z, or z · dp · cp if ``zero`` also shards weights or optimizer states."""
         return self.z * np.where(self.zero > 0, self.dp * self.cp, 1)
 
     @property
@@ -136,7 +137,8 @@ class Step(ArrayFields):
 
 @dataclass(frozen=True)
 class Workload(ArrayFields):
-    """One training step. Every field of its four parts is a scalar or an array [n], except ``layers_per_stage``."""
+    """One training step, described by a model, a layout, a step, and a program. Every field of these four parts is a
+    scalar or an array [n], except ``layers_per_stage``."""
 
     model: ModelShape
     layout: Layout = Layout()
@@ -166,14 +168,14 @@ class Workload(ArrayFields):
 
     @property
     def active_parts(self) -> Number:
-        """Return the number of batch parts that take turns. It is 1 if x = y = 1, because there are no collectives to
-        hide."""
+        """Return the number of batch parts that hide each other's collectives. It is 1 if x = y = 1, because there are
+        no collectives to hide."""
         return np.where(self.layout.x * self.layout.y > 1, self.layout.batch_parts, 1)
 
     @property
     def sequences_per_part(self) -> Number:
-        """Return the number of sequences in one batch part. If the sequences cannot be divided evenly, every part holds
-        some tokens of all sequences, so return the number of all sequences."""
+        """Return the number of sequences in one batch part. If the sequences of a micro-batch cannot be divided evenly,
+        every part holds some tokens of each sequence, so the number is the micro-batch size."""
         whole = self.layout.micro_batch_size
         return np.where(whole % self.active_parts == 0, whole // self.active_parts, whole)
 

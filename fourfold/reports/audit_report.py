@@ -25,8 +25,8 @@ NEAR_EXPLANATION = (
 Record = Mapping[str, Any]
 TableRows = list[list[str]]
 Part = tuple[str, tuple[str, ...], TableRows, str]
-"""The title, the header, and the rows of a table, and an explanation of the table (or ""). A table with the empty
-header ``FACTS`` has labels and values."""
+"""A table in four values: its title, its header, its rows, and an explanation (or ""). A table with the header
+``FACTS`` has two columns without names: labels and values."""
 
 FACTS = ("", "")
 COUNT_HEADER = ("trained on", "documents", "exact match", "95 % interval", "longest span", "agreement", "exposure")
@@ -51,7 +51,7 @@ def write_audit_report(record: Record, folder: Path) -> Path:
 
 
 def audit_tables(record: Record) -> None:
-    """Print the results of an audit, and its warnings."""
+    """Print the results of an audit as tables, and then its warnings."""
     console = Console()
     for title, header, rows, explanation in _parts(record):
         print_table(title, header, rows)
@@ -77,8 +77,9 @@ def _parts(record: Record) -> Iterator[Part]:
 
 
 def _count_rows(record: Record) -> TableRows:
-    """Group the documents by how many times the model was trained on them, and return one row per group. Unless there
-    is exactly one group, the first row is for all members. If there is a reference model, the last row is for it."""
+    """Group the documents by how many times the model was trained on them, and return one table row per group. Unless
+    there is exactly one group, the first row is for all members (all documents that the model was trained on). If there
+    is a reference model, the last row has the reference model's results for all members."""
     groups = {counted(int(count), "time"): group for count, group in record["by_count"].items()}
     if len(groups) != 1:
         groups = {"all members": record, **groups}
@@ -122,7 +123,7 @@ def _generation_facts(generation: Record) -> TableRows:
 
 
 def _near_rows(near: Record) -> TableRows:
-    """Return a row for each number of edited tokens."""
+    """Return one table row for each largest allowed number of edited tokens."""
     rows = []
     for row in near["tolerances"]:
         members = row["members"]
@@ -134,7 +135,7 @@ def _near_rows(near: Record) -> TableRows:
 
 
 def _replay_facts(replay: Record) -> TableRows:
-    """Return labels and values about the effect of the goldfish mask."""
+    """Return table rows with labels and values about the effect of the goldfish mask."""
     found = {
         "mask": f"{replay['strategy']}, k {replay['k']}, h {replay['h']}",
         "dropped": f"{replay['drop_rate']:.1%} of the tokens",
@@ -158,7 +159,7 @@ def _replay_facts(replay: Record) -> TableRows:
 
 
 def audit_summary(record: Record) -> list[str]:
-    """Return the most important results of an audit as HTML."""
+    """Return the most important results of an audit, as HTML sections for the report of a run."""
     return [html.facts(_headline(record)), html.table(COUNT_HEADER, _count_rows(record))]
 
 

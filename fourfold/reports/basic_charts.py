@@ -11,7 +11,7 @@ _AT_END = {"show": True, "position": "right", "color": "--ink", "fontWeight": 60
 
 
 def line_chart(title: str, lines: Mapping[str, Sequence[tuple[float, float]]], *, x_label: str, y_label: str) -> str:
-    """Return a figure with lines, and a dot at each of their points. The y axis starts at 0.
+    """Return an HTML figure with lines, and a dot at each of their points. The y axis starts at 0.
 
     Args:
         title: The caption.
@@ -37,11 +37,13 @@ def line_chart(title: str, lines: Mapping[str, Sequence[tuple[float, float]]], *
 
 
 def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], *, x_label: str) -> str:
-    """Return a figure with stacked horizontal bars, the first on top. The sum is written at the end of each bar.
+    """Return an HTML figure with stacked horizontal bars. The first bar is at the top. At the end of each bar is a
+    number, the sum of the bar's parts.
 
     Args:
         title: The caption.
-        bars: For each bar, its name and the values (≥ 0) of its parts. A part has the same color in all bars.
+        bars: For each bar, its name and the values (≥ 0) of its parts. Parts with the same name have the same color in
+            all bars.
         x_label: Label of the x axis.
     """
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))

@@ -1,7 +1,7 @@
-"""Draw charts with Apache ECharts. A chart is an ECharts option in plain Python values. The page's script
-(assets/charts.js) draws it.
+"""Draw charts with Apache ECharts. In Python, a chart is an ECharts option: a dictionary of plain values. The page's
+script (assets/charts.js) draws the chart in the browser.
 
-https://echarts.apache.org/en/option.html describes the options. fourfold adds two features:
+https://echarts.apache.org/en/option.html describes these dictionaries. fourfold adds two features:
 
 - A color such as ``"--s1"`` is a color of the page's light or dark theme (assets/page.css).
 - The ``"text"`` of a data item appears in a tooltip.
@@ -27,7 +27,7 @@ def figure(
         title: The caption.
         spec: The data that the page's script draws, such as an ECharts option under the key "option".
         height: Height in pixels.
-        zoom: The axes that the reader can zoom by dragging a box.
+        zoom: The axes that the reader can zoom by dragging a box. An empty text means no zoom.
         values: The most important values in words, for readers who do not see the chart.
     """
     label = escape(f"{title}. {values}" if values else title)
@@ -40,13 +40,13 @@ def figure(
 
 
 def empty_chart(title: str, text: str = NOTHING) -> str:
-    """Return a figure with a text that says why there is no chart."""
+    """Return an HTML figure with a text in place of a chart. The text says why there is no chart."""
     caption = f"<figcaption><b>{escape(title)}</b></figcaption>"
     return f'<figure class="chart">{caption}<p class="empty">{escape(text)}</p></figure>'
 
 
 def to_json(value: object) -> str:
-    """Return JSON that is safe inside a script element. ``<`` is escaped, and numbers that are not finite become
+    """Return JSON that is safe inside an HTML script element. Each ``<`` is escaped. Numbers that are not finite become
     null."""
     text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
@@ -54,7 +54,7 @@ def to_json(value: object) -> str:
 
 @cache
 def asset(name: str) -> str:
-    """Return the text of a file in the assets folder."""
+    """Return the text of a file in the folder fourfold/reports/assets."""
     return files("fourfold.reports").joinpath("assets", name).read_text(encoding="utf-8")
 
 

@@ -12,11 +12,11 @@ BUCKETS = 1000
 """Number of buckets that a long curve is divided into. Each bucket keeps two points, and one mean for the smoothing."""
 
 CONTROLS = asset("curve_controls.html").strip()
-"""HTML of the controls, which apply to all curves of a page."""
+"""HTML of the controls for the x axis and the smoothing. They apply to all curves of a page."""
 
 
 class StepPositions(NamedTuple):
-    """Position of the end of a step on each x axis."""
+    """Where the end of a step is on each of the three x axes. ``tokens`` and ``seconds`` count from the run's start."""
 
     step: int
     tokens: float
@@ -25,8 +25,8 @@ class StepPositions(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve. A value of None is a gap. A ``marked`` curve has few points, such as evaluations, so its points have
-    dots and it is never smoothed."""
+    """One curve. A value of None is a gap in the curve. ``color`` is an index into the page's list of colors. A
+    ``marked`` curve has few points, such as evaluations. So each point has a dot, and the curve is never smoothed."""
 
     name: str
     points: Sequence[tuple[StepPositions, float | None]]
@@ -53,10 +53,10 @@ def curve_chart(
         title: The chart's title.
         curves: The curves.
         unit: The unit of the values.
-        marks: The positions at which runs were resumed, with the color of their marks.
-        is_loss: Whether the values are in nats, so that their exponential is a perplexity.
-        smooth: Whether the curves follow the smoothing slider.
-        from_zero: Whether the linear axis starts at 0.
+        marks: The positions at which runs were resumed, each with the color of its mark.
+        is_loss: Whether the values are losses in nats. The exponential of such a value is a perplexity.
+        smooth: Whether the page's smoothing slider applies to the curves.
+        from_zero: Whether the y axis starts at 0 if it is linear.
         height: Height in pixels.
     """
     shown = [curve for curve in curves if any(value is not None for _, value in curve.points)]

@@ -12,19 +12,21 @@ from fourfold.training.console import format_fact
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 LONG_TEXT = 40
-"""Facts with more characters than this get a wide card."""
+"""A value with more characters than this gets a wide card (see ``facts``)."""
 
 
 def page(
     title: str, subtitle: str, sections: Sequence[str], *, has_search: bool = False, reload_seconds: int | None = None
 ) -> str:
-    """Return a complete HTML document, with the scripts that draw charts. The sections are HTML. Title and subtitle are
-    plain text.
+    """Return a complete HTML document, with the scripts that draw charts.
 
     Args:
+        title: The title, as plain text.
+        subtitle: A text below the title, as plain text.
+        sections: The HTML of each section.
         has_search: Whether a section contains a ``search_table``.
-        reload_seconds: Number of seconds between two reloads. The page reloads itself until nothing has rewritten it
-                for an hour, or for ten times ``reload_seconds`` if this is longer. With None, the page does not reload.
+        reload_seconds: Number of seconds between two reloads of the page in the browser. The reloads end when the file
+            has not changed for an hour, or for ten times ``reload_seconds`` if this is longer. None: no reloads.
     """
     body = "\n".join(sections)
     needed = {"echarts.min.js": True, "charts.js": True, "table.js": has_search}
@@ -37,7 +39,7 @@ def page(
 
 
 def facts(values: Mapping[str, str | int | float | None]) -> str:
-    """Return labels and values as cards. Long values get wide cards."""
+    """Return HTML with a card for each label and its value. Long values get wide cards."""
     cards = []
     for label, value in values.items():
         text = format_fact(value)
@@ -47,8 +49,8 @@ def facts(values: Mapping[str, str | int | float | None]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = False) -> str:
-    """Return a table of texts. If the page is narrow, the reader can scroll the table sideways, with the mouse or the
-    keyboard.
+    """Return an HTML table of plain texts. If the page is narrow, the reader can scroll the table sideways, with the
+    mouse or the keyboard.
 
     With ``words``, all columns are left-aligned. Otherwise, all columns except the first are right-aligned.
     """
@@ -63,29 +65,30 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], words: bool = Fa
 
 
 def search_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table that the reader can sort and filter by any column."""
+    """Return an HTML table that the reader can sort and filter by any column."""
     whole = table(header, rows).replace('class="scroll"', 'class="scroll tall"', 1)
     return '<p class="subtitle"></p>' + whole.replace('class="rows"', 'class="rows search"', 1)
 
 
 def charts(figures: Sequence[str], wide: Sequence[str] = ()) -> str:
-    """Return figures in two columns. The figures of ``wide`` come first, and each spans both columns."""
+    """Return HTML that shows figures in two columns. The figures in ``wide`` come first, and each of them spans both
+    columns."""
     full = "".join(f'<div class="wide">{figure}</div>' for figure in wide)
     return f'<div class="charts">{full}{"".join(figures)}</div>'
 
 
 def text_block(heading: str, text: str) -> str:
-    """Return a text, shown verbatim, under a heading. Long lines are wrapped, as for prose."""
+    """Return HTML that shows a text verbatim under a heading. Long lines are wrapped, as for prose."""
     return f'<h2>{escape(heading)}</h2>\n<pre class="wrap">{escape(text)}</pre>'
 
 
 def code(text: str) -> str:
-    """Return a text, shown verbatim. The reader can scroll long lines sideways, with the mouse or the keyboard."""
+    """Return HTML that shows a text verbatim. The reader can scroll long lines sideways, with the mouse or keyboard."""
     return f'<pre tabindex="0">{escape(text)}</pre>'
 
 
 def folded(heading: str, text: str) -> str:
-    """Return a text, shown verbatim, that the reader unfolds with a click on its heading."""
+    """Return HTML that shows only a heading. A click on the heading shows a text below it, verbatim."""
     return f"<details><summary><h2>{escape(heading)}</h2></summary>\n{code(text)}</details>"
 
 
@@ -94,8 +97,8 @@ def comparison(before: str, sides: Mapping[str, Sequence[tuple[str, bool]]]) -> 
 
     Args:
         before: The start of the text.
-        sides: For each continuation, its label and its pieces. A piece is a text, and a flag that is True if the
-            continuations have this text in common. Such pieces are highlighted.
+        sides: For each continuation, its label and its pieces. A piece is a text and a flag. The flag is True if all
+            continuations have this text, and the piece is then highlighted.
     """
     blocks = [f"<p>{escape(before)}</p>"]
     for label, pieces in sides.items():
@@ -105,5 +108,5 @@ def comparison(before: str, sides: Mapping[str, Sequence[tuple[str, bool]]]) -> 
 
 
 def notice(text: str) -> str:
-    """Return a highlighted sentence."""
+    """Return HTML that shows a text as a highlighted note."""
     return f'<p class="notice">{escape(text)}</p>'

@@ -7,14 +7,14 @@ from fourfold.planning.search.plan import GRID, Prediction
 from fourfold.planning.workload import CP_METHODS, RECOMPUTE, SCHEDULES, Workload
 
 CHOICES = (*GRID, "ep", "zero", "recompute", "micro batch", "also")
-"""Headers of the columns with the choices of a layout. The column ``also`` has rare choices."""
+"""Headers of the columns that describe a layout. The column "also" has the choices that few layouts make."""
 SHORT = {"Interleaved1F1B": "interleaved", "InterleavedZeroBubble": "zero bubble", "ZBVZeroBubble": "ZBV"}
 """Short names of schedules whose full names would make the column too wide."""
 
 
 def choices(work: Workload) -> dict[str, str]:
-    """Return the table cells with the choices of a layout, by the headers in ``CHOICES``. Only MoE models have
-    ``ep``."""
+    """Return the table cells that describe a layout. The keys are headers of ``CHOICES``. Only MoE models have the
+    header "ep"."""
     layout = work.layout
     cells = {axis: str(int(getattr(layout, axis))) for axis in (*GRID, *(["ep"] if work.model.num_experts else []))}
     blocks = f", 1 of {int(layout.recompute_every)}" if layout.recompute_every > 1 else ""
@@ -28,8 +28,8 @@ def choices(work: Workload) -> dict[str, str]:
 
 
 def schedule(work: Workload) -> str:
-    """Return the pipeline schedule of a layout with its number of stages per rank. Return an empty text without a
-    pipeline."""
+    """Return a text that names the pipeline schedule of a layout, and the number of stages per rank if it is above 1.
+    Return an empty text for a layout without a pipeline."""
     layout = work.layout
     if layout.pp == 1:
         return ""
@@ -38,9 +38,11 @@ def schedule(work: Workload) -> str:
 
 
 def predicted(p: Prediction, factors: Sequence[float] | None) -> dict[str, str]:
-    """Return the table cells of a prediction, by header. If ``factors`` are given, one cell shows an interval that
-    contains the measured time with a probability of 90 %. The interval goes from the first factor times the predicted
-    step time to the second factor times the predicted step time."""
+    """Return the table cells of a prediction, by header.
+
+    With ``factors``, one cell shows an interval that contains the measured step time with a probability of 90 %. Its
+    ends are the predicted step time multiplied by the first factor, and multiplied by the second factor.
+    """
     mfu = p.utilization(p.work.model_flops())
     return {
         **figures(p.machine, p.seconds, p.memory_bytes, p.p_oom, mfu, factors),
@@ -55,9 +57,9 @@ def figures(
     """Return the table cells that all tables of predictions have, by header.
 
     Args:
-        machine: The machine.
+        machine: The machine, whose memory is compared with the layout's memory.
         seconds: Seconds per step.
-        memory: Peak bytes of the rank that needs the most memory.
+        memory: Peak memory in bytes of the rank that needs the most memory.
         p_oom: Probability of running out of memory.
         mfu: Model FLOPs utilization, as a fraction.
         factors: See ``predicted``.

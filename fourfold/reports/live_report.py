@@ -14,14 +14,15 @@ from fourfold.reports.run_report import write_run_report
 from fourfold.training.job import Job
 
 SHORTEST_WAIT = 10.0
-"""Smallest number of seconds between two versions of the report."""
+"""The report is written again after at least this many seconds."""
 WAIT_PER_WRITING = 250
-"""The time between two versions is at least this many times the time to write one. So writing takes at most 0.4 % of
-the run's time, even if the run has many steps."""
+"""The time until the report is written again is at least this many times the time that the last writing took. So
+writing takes about 0.4 % of the run's time at most, even if the run has many steps."""
 
 
 class LiveReport:
-    """A callback that rewrites report.html on rank 0. The page reloads itself in the browser until training ends."""
+    """A training callback that rewrites report.html on rank 0. In the browser, the page reloads itself until training
+    ends."""
 
     def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -31,7 +32,7 @@ class LiveReport:
         """Whether the page in the folder reloads itself."""
 
     def after_step(self, steps: int) -> None:
-        """Rewrite the report if it is due."""
+        """Write the report again if enough time has passed since the last writing."""
         began = time.monotonic()
         if began >= self._next:
             self._write(math.ceil(self._wait))
@@ -41,12 +42,12 @@ class LiveReport:
             self._next = ended + self._wait
 
     def close(self) -> None:
-        """If the page in the folder reloads itself, replace it by the final report, which does not reload itself."""
+        """If this callback has written a page that reloads itself, replace the page by a report that does not."""
         if self._is_live:
             self._write(None)
 
     def _write(self, reload_seconds: int | None) -> None:
-        """Write the report. A failure is only a warning, because training can continue."""
+        """Write the report. If this fails, only print a warning, because training can continue."""
         try:
             write_run_report(self._run_dir, reload_seconds)
         except (UserError, OSError) as error:

@@ -18,16 +18,16 @@ LAYER_COLUMNS = (
     ("recall", "loki", "recall"), ("random", "random", "recall"),
     ("mass", "loki", "mass"), ("exact top-k", "oracle", "mass"), ("random", "random", "mass"),
 )  # fmt: skip
-"""Columns of the table of layers. Each has a header, the name of a variant, and the key of the column's values in the
-variant's record."""
+"""Columns of the table of layers. Each column has three texts: the header, the name of a variant of attention (see
+``VARIANTS``), and the key of the column's values in the variant's record."""
 
 
 def rank_table(record: Record) -> None:
     """Print the result of a calibration, one row per layer.
 
-    ``calibrate`` computes several kinds of components for each layer. For each kind, a row has the recall, and the mean
-    and the maximum of Rank@90 over the heads. Rank@90 is the number of dimensions that explain 90 % of the variance.
-    The last cell names the kind that the layer uses to rank keys.
+    ``calibrate`` computes several kinds of principal components for each layer. For each kind, a row has the mean and
+    the maximum of Rank@90 over the heads, and after that the recall. Rank@90 is the number of dimensions that explain
+    90 % of the variance. The last cell names the kind that the layer uses to rank keys.
     """
     header = [*(f"{TITLES[kind]}: mean (max)" for kind in record["ranks"]), *(f"recall, {k}" for k in record["recall"])]
     rows = []
@@ -44,7 +44,8 @@ def rank_table(record: Record) -> None:
 
 
 def calibration_tables(record: Record) -> None:
-    """Print the result of a calibration, the quality of the settings that were tried, and which settings to use."""
+    """Print three results of a calibration: the table of ``rank_table``, the quality of the settings that were tried,
+    and which settings to use."""
     rank_table(record)
     gate = record["gate"]
     title = f"Quality on {gate['windows']} held-out windows of {gate['seq_length']:,} tokens"
@@ -53,10 +54,10 @@ def calibration_tables(record: Record) -> None:
 
 
 def verdict(gate: Record) -> str:
-    """Return which settings to use, and how much quality they lose.
+    """Return sentences that say which settings to use, and how much quality these settings lose.
 
     Args:
-        gate: ``LokiBasis.gate``.
+        gate: The record of the settings that were tried (``LokiBasis.gate``).
     """
     last = gate["trials"][-1]
     if not gate["chosen"]:
@@ -73,8 +74,8 @@ def verdict(gate: Record) -> str:
 
 
 def _trial_row(trial: Record) -> list[str]:
-    """Return the row of settings that were tried. The last cell is how often Loki and dense attention agree on the most
-    likely token."""
+    """Return the table row of one trial of settings. The last cell says how often Loki and dense attention have the
+    same most likely token."""
     settings = [f"{trial['d_f']:g}", f"{trial['k_f']:g}", str(trial["k"]), f"{trial['bytes']:.1%}"]
     perplexities = [f"{trial[name]:.4f}" for name in ("dense_perplexity", "perplexity")]
     changes = [f"{trial[name]:+z.1%}" for name in ("increase", "increase_bound")]
@@ -93,7 +94,7 @@ def loki_tables(record: Record) -> None:
 
 
 def _perplexity_rows(record: Record) -> list[list[str]]:
-    """Return one row each for dense attention, Loki, exact top-k attention, and a random basis (the control)."""
+    """Return four table rows: for dense attention, Loki, exact top-k attention, and a random basis (the control)."""
     ranking = next(str(layer["d"]) for layer in record["layers"] if layer["d"] is not None)
     widths = {"loki": ranking, "oracle": str(record["head_dim"]), "random": ranking}
     rows = [["dense", str(record["seq_length"]), "", f"{record['perplexity']['dense']:.4f}", "", ""]]
@@ -104,8 +105,8 @@ def _perplexity_rows(record: Record) -> list[list[str]]:
 
 
 def _layer_rows(record: Record) -> list[list[str]]:
-    """Return one row per layer: recall and captured mass with Loki, with exact top-k attention, and with a random
-    basis. The row of a layer without Loki says "dense"."""
+    """Return one table row per layer, with the columns of ``LAYER_COLUMNS``. The row of a layer that does not use Loki
+    says "dense"."""
     rows = []
     for layer in record["layers"]:
         is_dense = layer["loki"] is None
@@ -115,7 +116,7 @@ def _layer_rows(record: Record) -> list[list[str]]:
 
 
 def _task_rows(tasks: Record) -> list[list[str]]:
-    """Return one row per task and metric, with the values for dense attention and for Loki."""
+    """Return one table row per task and metric, with the value for dense attention and then the value for Loki."""
     return [
         [task, metric, f"{value:.4f}", f"{found['loki'][metric]:.4f}" if metric in found.get("loki", {}) else ""]
         for task, found in tasks.items()

@@ -24,11 +24,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def downsample(y: Sequence[float | None], buckets: int) -> Sequence[int]:
-    """Divide a series into ``buckets`` groups of neighboring points, and return the indices of the lowest and the
-    highest point of each group, in order.
+    """Choose some points of a long series, so that a chart of these points still shows all extremes. Divide the series
+    into ``buckets`` groups of neighboring points. Return the indices of the lowest and of the highest point of each
+    group, in order.
 
-    The indices of the first and the last point are always included. A group without any number contributes the index of
-    one None, which a chart draws as a gap. For a series of at most 2·``buckets`` points, return all indices.
+    The indices of the first and the last point are always included. From a group that has only None, the result has the
+    index of one None, which a chart draws as a gap. For a series of at most 2·``buckets`` points, return all indices.
     """
     count = len(y)
     if count <= 2 * buckets:
@@ -43,10 +44,10 @@ def downsample(y: Sequence[float | None], buckets: int) -> Sequence[int]:
 
 
 def bucket_means(y: Sequence[float | None], buckets: int) -> list[tuple[int, float | None]]:
-    """Divide a series into ``buckets`` groups of neighboring points, and return the last index and the mean of each
-    group.
+    """Divide a series into ``buckets`` groups of neighboring points. For each group, return the index of its last
+    point, and the mean of its numbers.
 
-    The mean of a group without numbers is None.
+    The mean of a group that has only None is None.
     """
     ends = [(bucket + 1) * len(y) // buckets for bucket in range(buckets)]
     means = []

@@ -25,8 +25,9 @@ FASTEST = 200
 
 
 def write_plan_report(path: Path, result: PlanRecord) -> None:
-    """Write the HTML page of a plan. It shows the layouts, where a step's time goes, memory by pipeline rank, and
-    layouts that differ from the best layout in one choice."""
+    """Write the HTML page of a plan. It shows the layouts, and the memory by pipeline stage. If the plan has an
+    explanation, the page also shows where a step's time goes, and layouts that differ from the best layout in one
+    choice."""
     plan, best = result.plan, result.plan.best
     wide = []
     if result.explanation is not None:

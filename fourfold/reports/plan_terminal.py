@@ -32,26 +32,27 @@ SCORES: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
         "fitted": ("fitting_rows", "{}"), "predicted to fit": ("fit_recall", "{:.0%}"),
     }),
 }  # fmt: skip
-"""Tables that a validation prints below its table of errors. A title maps to the table's key in the record and to the
-table's columns. A column's header maps to the key of a value and to its format."""
+"""Tables that a validation prints below its table of errors. The title of a table maps to two things: its key in the
+validation's record, and its columns. The header of a column maps to the key of its value, and the value's format."""
 COLUMNS = {"best": "best", "runner_up": "best on another grid", "yours": "yours"}
-"""Headers of the layouts in an explanation."""
+"""Headers of the columns of an explanation, which shows one layout per column. The keys are the layouts' names in the
+record."""
 WORDS = ("", "recompute", "also")
-"""Headers of the columns whose cells are words, which may wrap."""
+"""Headers of the columns in the table of layouts whose cells are words. Such cells may have line breaks."""
 PARTS_NAMED = 7
-"""Largest number of parts of a step that are shown. Smaller parts are summed up."""
+"""Largest number of parts into which the time of a step is divided. The smallest parts become one part, "other"."""
 FLOP_NOTE = (
     "Model PFLOP/s count the same FLOPs as MFU: no recompute, and only unmasked attention scores. Megatron PFLOP/s "
     "always count full recompute and the full attention matrix. Most published speeds are Megatron PFLOP/s."
 )
 CURVE = ("s/step", "GB", "MFU", "tokens/s/GPU")
-"""Columns with numbers in the table of a scaling curve. With more columns, the table would be wider than 80 characters.
-"""
+"""Columns of the table of a scaling curve that come from ``predicted``. With more columns, the table would be wider
+than 80 characters."""
 
 
 def plan_tables(result: PlanRecord, explained: bool) -> None:
-    """Print the ranked layouts, how many layouts were searched and refused, how certain the ranking is, and the costs
-    if they are known.
+    """Print the table of ranked layouts. Below it, print how many layouts were searched and refused, how certain the
+    ranking is, and the costs of training if they are known.
 
     With ``explained``, also print where a step's time goes, and compare the best layout with the layouts that differ
     from it in one choice.
@@ -93,11 +94,11 @@ def plan_tables(result: PlanRecord, explained: bool) -> None:
 
 
 def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the columns of the table of layouts by header, and the choices that all rows share. The rows are the
-    ranked layouts and the run file's layout.
+    """Return the table of layouts as two values: its columns by header, and texts for the columns that were removed
+    because all rows have the same choice there. There is one row for each layout in ``result.labeled()``.
 
-    If the terminal is narrow, columns are removed until the table fits. First, choices that all rows share are removed
-    from the table and listed below it. Next, some columns of numbers are removed, but never P(OOM).
+    Columns are removed only until the table fits into ``width`` characters. First, columns with the same choice in all
+    rows are removed. Next, some columns of numbers are removed, but never P(OOM).
     """
     rows = [{"": name, **choices(p.work), **predicted(p, result.interval_factors)} for name, p in result.labeled()]
     columns = {header: [row[header] for row in rows] for header in rows[0]}
@@ -117,8 +118,9 @@ def layout_table(result: PlanRecord, width: float = inf) -> tuple[dict[str, list
 
 
 def other_program_sentences(result: PlanRecord) -> list[str]:
-    """Return sentences about a run of another program. They list the settings of its file, and compare the predicted
-    step with the measured step and with the best layouts. Return an empty list without such a run."""
+    """Return sentences about a run of another program (``fourfold plan --from``), or an empty list without such a run.
+    They list settings of the program's file. They also compare the predicted step time with the measured step time and
+    with the best layouts."""
     other, own = result.request.other, result.own
     if other is None or own is None:
         return []
@@ -147,8 +149,8 @@ def other_program_sentences(result: PlanRecord) -> list[str]:
 
 
 def doubts(result: PlanRecord) -> list[str]:
-    """Return sentences about how certain the plan is. They give the likely range of the best layout's step time, and
-    the number of layouts that may be just as fast."""
+    """Return sentences about how certain the plan is. They say which range the best layout's step time is probably in,
+    and how many other layouts may be just as fast."""
     sentences, found = [], result.within_error
     if result.interval is not None:
         low, high = result.interval
@@ -166,16 +168,16 @@ def doubts(result: PlanRecord) -> list[str]:
 
 
 def tune_command(result: PlanRecord) -> str:
-    """Return the ``fourfold tune`` command that compares the closest layouts with real trials. Return an empty text if
-    there is only one layout."""
+    """Return a ``fourfold tune`` command that measures the best layout and the fastest of the layouts that the planner
+    cannot tell apart from it. Return an empty text if there is no such layout."""
     found = result.within_error
     space = " ".join(f"--space {limit}" for limit in found.space)
     return f"fourfold tune RUN.toml --nproc {result.request.gpus} {space}" if found.count > 1 else ""
 
 
 def largest_parts(waterfall: dict[str, Any]) -> dict[str, list[float]]:
-    """Return the seconds of a step's largest parts, by part, and the sum of all other parts as "other". Together, these
-    are at most ``PARTS_NAMED`` entries. Each entry has one value per layout."""
+    """Return the largest parts of a step's time by name, and the sum of all smaller parts under the name "other".
+    There are at most ``PARTS_NAMED`` names. Each name has a list of seconds, with one value per layout."""
     seconds: dict[str, list[float]] = dict(waterfall["seconds"])
     small = sorted(seconds, key=lambda part: (part == "other", -max(seconds[part])))[PARTS_NAMED - 1 :]
     if not small:
@@ -185,8 +187,8 @@ def largest_parts(waterfall: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def slower_by(neighbor: dict[str, Any]) -> str:
-    """Return a text about a neighbor, which is a layout that differs from the best layout in one choice. The text says
-    how much slower or faster the neighbor is, or why the planner refuses it."""
+    """Return a text about a neighbor: a layout that differs from the best layout in one choice. The text says how much
+    slower or faster than the best layout the neighbor is, or why the planner refuses it."""
     slower = neighbor["slower"]
     if slower is None:
         return f"refused: {neighbor['reason']}"
@@ -194,7 +196,8 @@ def slower_by(neighbor: dict[str, Any]) -> str:
 
 
 def costs_sentence(result: PlanRecord) -> str:
-    """Return sentences about days, GPU-hours, energy, price, and the checkpoint interval."""
+    """Return sentences about what training costs: days, GPU-hours, energy, and price. They also recommend a checkpoint
+    interval, if it is known how often the GPUs fail."""
     c = result.costs
     assert c is not None
     parts = [f"{format_number(c.tokens)} tokens take {_amount(c.days)} days, {_amount(c.gpu_hours)} GPU-hours"]
@@ -226,7 +229,7 @@ def _explanation(explanation: dict[str, Any], console: Console) -> None:
 
 
 def scaling_table(points: Sequence[ScalingPoint], weak: bool) -> None:
-    """Print one row per number of GPUs, and the best layout for each."""
+    """Print two tables of a scaling curve, with one row per number of GPUs: the predictions, and the best layouts."""
     rows, layouts = [], []
     for point in points:
         size = f"{point.gpus:,}"
@@ -242,8 +245,9 @@ def scaling_table(points: Sequence[ScalingPoint], weak: bool) -> None:
 
 
 def validation_tables(result: Validation, with_rows: bool) -> None:
-    """Print the errors of predicted step times for each source of measured rows, how well the planner ranks the layouts
-    of each sweep, and the errors of predicted memory. With ``with_rows``, also print every row."""
+    """Print tables that compare predictions with measured rows. The first table has the errors of predicted step times
+    for each source of rows. The next tables say how well the planner ranks the rows of a sweep (they differ only in
+    layout), and how far predicted memory is off. With ``with_rows``, the last table has every row."""
     console, record = Console(), result.record(with_rows)
     console.print(f"Constants: {record['constants']}.")
     everything = {"all": {**record, "count": record["rows"]}, **record["by_source"], "others": record["others"],

@@ -11,8 +11,9 @@ from fourfold.training.console import byte_unit
 
 
 def profile_tables(path: Path) -> None:
-    """Print how the time of a step was spent. The first table has the collectives by axis, averaged over the processes.
-    The second table has the totals, averaged over the processes and for the busiest process."""
+    """Print how the time of a step was spent. The first table has the collectives of each axis, as means over the
+    processes. The second table divides the whole step. Its first row has the means over the processes. With several
+    processes, its second row is for the process that computes longest."""
     if not path.is_file():
         print("No profile: the run ended before the fifth step after its start.")
         return
@@ -37,8 +38,8 @@ def profile_tables(path: Path) -> None:
 
 
 def _figures(rank: Mapping[str, Any], axis: str) -> list[float]:
-    """Return the number of calls, the bytes, and the issued, hidden, and exposed seconds (``AxisTimes``) of a rank's
-    collectives over an axis.
+    """Return five values for the collectives that a rank issues over an axis: the number of calls, the bytes, and the
+    issued, hidden, and exposed seconds (see ``AxisTimes``).
 
     All values are 0 on a rank without such collectives.
     """

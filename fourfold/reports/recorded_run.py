@@ -22,7 +22,8 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The recorded steps of a run. ``name`` labels its curves."""
+    """The recorded steps of a run. ``name`` is the label of the run's curves. ``records`` has the metrics of each
+    step."""
 
     folder: Path
     name: str
@@ -33,7 +34,8 @@ class RecordedRun:
 
     @cached_property
     def places(self) -> dict[int, StepPositions]:
-        """Return the position of each step's end on the x axes: the tokens read and the seconds trained so far."""
+        """Return for each step where its end is on the three possible x axes: the step's index, the tokens read so far,
+        and the seconds trained so far."""
         seconds = accumulate(number_of(record, "step_seconds") or 0.0 for record in self.records)
         return {
             record["step"]: StepPositions(record["step"], number_of(record, "tokens") or 0, until)
@@ -42,28 +44,28 @@ class RecordedRun:
 
     @property
     def is_in_nats(self) -> bool:
-        """Return whether the losses are in nats per token. Preference optimization ([dpo]) has another loss."""
+        """Return whether the losses are in nats per token. This is not so in preference optimization ([dpo])."""
         return not self.numbers("dpo_margin")
 
     def points(self, key: str, unit: float = 1.0) -> list[tuple[StepPositions, float | None]]:
-        """Return the values of one key, divided by ``unit``. A value that is not finite is a gap. Steps without the key
-        are skipped."""
+        """Return the points (position, value) of a curve with the values of one key, divided by ``unit``. A value that
+        is not finite becomes None, a gap. Steps without the key have no point."""
         values = [(self.places[record["step"]], number_of(record, key)) for record in self.records if key in record]
         return [(place, None if value is None else value / unit) for place, value in values]
 
     def numbers(self, key: str) -> list[float]:
-        """Return the finite values of one key."""
+        """Return all finite values of one key, in the order of the steps."""
         return [value for record in self.records if (value := number_of(record, key)) is not None]
 
     def steps_with(self, key: str) -> set[int]:
-        """Return the steps with a finite value of a key."""
+        """Return the indices of all steps with a finite value of a key."""
         return {record["step"] for record in self.records if number_of(record, key) is not None}
 
     def headline(self, step: int | None = None, validated: int | None = None) -> dict[str, str | int | float | None]:
         """Return the most important values by label. A value that was not recorded is None.
 
         By default, the losses are from the last step and from the last validation. ``step`` selects another step for
-        the training loss and the tokens, and ``validated`` selects the validation after another step.
+        the training loss and the number of tokens. ``validated`` selects the step whose validation loss is shown.
         """
         last, speed = self.records[-1], self.numbers("tokens_per_second")
         memory, utilization = self.numbers("peak_memory_bytes"), self.numbers("mfu")
@@ -115,7 +117,7 @@ def number_of(record: Record, key: str) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds in the largest unit with a value of at least one: 42 s, 3.5 min, 12.3 h."""
+    """Format seconds in the largest unit (h, min, or s) that gives a value of at least 1: 42 s, 3.5 min, 12.3 h."""
     name, size = next(((n, s) for n, s in (("h", 3600), ("min", 60)) if seconds >= s), ("s", 1))
     return f"{seconds / size:,.3g} {name}" if seconds / size < 1000 else f"{seconds / size:,.0f} {name}"
 
@@ -126,7 +128,8 @@ def read_text(path: Path) -> str:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Read a JSON object that maps labels to text or numbers. Return an empty dictionary if there is no file.
+    """Read a file with a JSON object that maps labels to text or numbers. If there is no file, return an empty
+    dictionary.
 
     Raises:
         UserError: The file is not JSON, or does not contain such an object.

@@ -22,13 +22,14 @@ from fourfold.training.run_folder import SAMPLE_FILE, SUMMARY_FILE
 def write_run_report(run_dir: Path, reload_seconds: int | None = None) -> Path:
     """Write the report of a run to ``run_dir``/report.html, one file that needs no network, and return its path.
 
-    The report is made from run.toml and metrics.jsonl and, if they exist, sample.txt (generated text),
-    memorization.jsonl, tasks.jsonl, audit/audit.json, prediction.json (the planner's prediction), and summary.json (an
-    object that maps labels to text or numbers).
+    The report is made from the files in ``run_dir``. run.toml and metrics.jsonl must exist. The report also uses these
+    files if they exist: sample.txt (generated text), memorization.jsonl, tasks.jsonl, audit/audit.json, prediction.json
+    (the planner's prediction), and summary.json (an object that maps labels to text or numbers).
 
     Args:
         run_dir: The run's folder.
-        reload_seconds: Number of seconds after which the page reloads itself, for a run that is still training.
+        reload_seconds: Number of seconds after which the page reloads itself, for a run that is still training. None:
+            the page does not reload itself.
 
     Raises:
         UserError: run.toml or metrics.jsonl is missing, no step is recorded, another file is damaged, or the report
@@ -57,7 +58,12 @@ def write_run_report(run_dir: Path, reload_seconds: int | None = None) -> Path:
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> None:
     """Write a page that overlays the curves of several runs and lists the differences between their run files.
 
-    Losses are compared at the last step that all runs have recorded. A folder that is given twice counts once.
+    The page's table has the losses at the last step that all runs have recorded. A folder that is given twice counts
+    once.
+
+    Args:
+        run_dirs: The folders of the runs.
+        path: The HTML file to write.
 
     Raises:
         UserError: The run.toml or metrics.jsonl of a run is missing or damaged, no step is recorded, or the page cannot
@@ -85,8 +91,8 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> None:
 
 
 def _compared_at(runs: Sequence[RecordedRun], common: int | None, validated: int | None) -> list[str]:
-    """Return a paragraph that says which step the losses in the table are from, or that they are from different
-    steps."""
+    """Return an HTML paragraph that says from which step the losses in the table are. ``common`` is this step for
+    training losses, and ``validated`` for validation losses. None means that the runs have no such step in common."""
     places = [("losses", "loss", common), ("validation losses", "validation_loss", validated)]
     said = [
         f"The {what} of the table are {'from different steps' if step is None else f'from step {step:,}'}, "
@@ -98,8 +104,8 @@ def _compared_at(runs: Sequence[RecordedRun], common: int | None, validated: int
 
 
 def _not_finite(run: RecordedRun, whose: str = "") -> list[str]:
-    """Return a note if the loss was not finite at some steps, because such gaps in the curve can be too narrow to
-    see."""
+    """Return a note if the loss was not finite at some steps. At these steps, the curve has gaps, which can be too
+    narrow to see."""
     steps = [record["step"] for record in run.records if number_of(record, "loss") is None]
     if not steps:
         return []
@@ -108,8 +114,8 @@ def _not_finite(run: RecordedRun, whose: str = "") -> list[str]:
 
 
 def _curves(runs: Sequence[RecordedRun]) -> str:
-    """Return charts of the metrics of every step. For one run, each kind of loss has its own color. For several runs,
-    each run has its own color."""
+    """Return HTML with charts of the metrics that each step records. With one run, each kind of loss has its own color.
+    With several runs, each run has its own color."""
     unit_name, unit = byte_unit(largest(runs, "peak_memory_bytes"))
     is_one = len(runs) == 1
     losses, marks = [], []
@@ -142,9 +148,8 @@ def _curves(runs: Sequence[RecordedRun]) -> str:
 
 
 def _validation_of(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
-    """Return a name for the curve of a run's validation losses.
-
-    The name differs from the names of all runs, because each name is a button in the legend.
+    """Return a name for the curve of a run's validation losses. It must differ from the names of all runs, because the
+    legend has one button per name.
     """
     name = f"{run.name}, validation"
     while name in {other.name for other in runs}:
@@ -153,7 +158,8 @@ def _validation_of(run: RecordedRun, runs: Sequence[RecordedRun]) -> str:
 
 
 def _records_of(run: RecordedRun, name: str, key: str) -> list[Record]:
-    """Return the lines of a file whose ``key`` maps names to tables of scores. Return nothing if there is no file."""
+    """Read the JSON lines of a file in the run's folder. In each line, ``key`` maps names to tables of scores. Return
+    an empty list if there is no file."""
 
     def check(record: Record) -> None:
         tables = record.get(key)
@@ -167,7 +173,8 @@ def _records_of(run: RecordedRun, name: str, key: str) -> list[Record]:
 
 
 def _tasks(run: RecordedRun) -> list[str]:
-    """Return charts of the evaluation tasks during training, one per metric, and a note if tasks failed."""
+    """Return HTML sections about the lm-eval tasks during training: a chart for each metric, and a note if tasks
+    failed."""
     found: dict[str, dict[str, list[tuple[StepPositions, float | None]]]] = {}
     failures: list[str] = []
     for record in _records_of(run, TASKS_FILE, "tasks"):
@@ -187,8 +194,8 @@ def _tasks(run: RecordedRun) -> list[str]:
 
 
 def _memorization(run: RecordedRun) -> list[str]:
-    """Return charts of the canary audits during training, with one curve for each number of repeats. Return nothing if
-    no audit is recorded."""
+    """Return HTML sections with charts of the canary audits during training. Each chart has one curve for each number
+    of times that canaries were repeated. Return an empty list if no audit is recorded."""
     records = [each for each in _records_of(run, MEMORIZATION_FILE, "by_count") if each["step"] in run.places]
     if not records:
         return []
@@ -209,7 +216,8 @@ def _memorization(run: RecordedRun) -> list[str]:
 
 
 def _audit(run: RecordedRun) -> list[str]:
-    """Return the main results of the audit that ``fourfold audit --out RUN/audit`` has written, if there is one."""
+    """Return HTML sections with the main results of the audit that ``fourfold audit --out RUN/audit`` has written.
+    Return an empty list if there is none."""
     path = run.folder / "audit" / "audit.json"
     if not path.is_file():
         return []
@@ -224,7 +232,8 @@ def _audit(run: RecordedRun) -> list[str]:
 
 
 def _planned(run: RecordedRun) -> list[str]:
-    """Return the planner's prediction for the run and the measurement, if ``metrics.machine`` was set."""
+    """Return HTML sections that compare the planner's prediction for the run with the measurement. Return an empty list
+    without a prediction. A run has one if ``metrics.machine`` was set."""
     path = run.folder / PREDICTION_FILE
     if not path.is_file():
         return []
@@ -236,7 +245,7 @@ def _planned(run: RecordedRun) -> list[str]:
 
 
 def _differences(runs: Sequence[RecordedRun]) -> list[str]:
-    """Return a table of the keys whose values differ between the run files."""
+    """Return HTML sections with a table of the keys whose values differ between the run files."""
     keys = [_flat(run) for run in runs]
     names = sorted(set().union(*keys) - {"name"})
     rows = [[name, *(each.get(name, "") for each in keys)] for name in names if len({k.get(name) for k in keys}) > 1]
@@ -247,8 +256,8 @@ def _differences(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def _flat(run: RecordedRun) -> dict[str, str]:
-    """Return the keys of a run file as section.key, with their values as text. Raise ``UserError`` if it is not valid
-    TOML."""
+    """Return the values of a run's run file, as texts. The keys have the form section.key. Raise ``UserError`` if the
+    file is not valid TOML."""
     try:
         tables = parse_toml(run.run_file)
     except ValueError as error:

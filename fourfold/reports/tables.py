@@ -56,14 +56,15 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def least_width(columns: Mapping[str, Sequence[str]], words: Sequence[str] = ()) -> int:
-    """Return the smallest width of a table in which no number wraps. Headers and the columns in ``words`` may wrap."""
+    """Return the smallest number of characters per line with which a table needs no line breaks in numbers. Headers and
+    the columns in ``words`` may have line breaks."""
     widths = [(_longest_word if name in words else _unbroken)([name, *cells]) for name, cells in columns.items()]
     return sum(widths) + len(widths) - 1
 
 
 def in_unit(size: float, unit: int) -> str:
-    """Format a number of bytes in the unit of its column, with three decimals. Values below 0.1 get three significant
-    digits."""
+    """Format a number of bytes as a multiple of ``unit`` (in bytes), with three decimals. A value below 0.1 gets three
+    significant digits."""
     if size == 0:
         return "0"
     return f"{size / unit:,.3f}" if size / unit >= 0.1 else f"{size / unit:.3g}"
@@ -74,8 +75,8 @@ def _longest(texts: Iterable[str]) -> int:
 
 
 def _unbroken(column: Sequence[str]) -> int:
-    """Return the smallest width of a column in which no number wraps. The header (the first cell) and cells longer than
-    ``LONGEST_WORD`` may wrap."""
+    """Return the smallest width with which a column needs no line breaks in numbers. The header (the first cell) and
+    cells with more than ``LONGEST_WORD`` characters may have line breaks between words."""
     return max(
         _longest_word(column[:1]),
         *(_longest_word([c]) if cell_len(c) > LONGEST_WORD else cell_len(c) for c in column[1:]),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def parity_table(report: ParityReport) -> None:
     """Print a parity report. For each quantity, the table shows the tensor with the largest ratio. The ratio is the
-    grid's deviation from float64, divided by the deviation of one process in float32."""
+    grid's error against float64, divided by the error of one process in float32."""
     rows = []
     shown = [(quantity, report.worst(quantity), report.limit) for quantity in report.deviations]
     shown += [("own types", each, report.own_types_limit) for each in report.own_types]
@@ -47,8 +47,9 @@ def _ok(good: bool) -> str:
 
 
 def trace_tables(report: TraceReport) -> None:
-    """Print a trace. The first table has the memory of one rank by category, or with a pipeline, the memory of each
-    pipeline rank. The other tables have the collectives by axis and purpose."""
+    """Print the trace of a training step. The first table has the memory of one rank by category. With a pipeline, it
+    has the memory of each pipeline rank. The next tables have the collectives of one rank: first by axis, operation,
+    and purpose, and then by axis."""
     if report.pipeline:
         _pipeline_memory(report)
     else:
@@ -72,8 +73,8 @@ def trace_tables(report: TraceReport) -> None:
 
 
 def _exposed_by_axis(report: TraceReport) -> None:
-    """Print the fraction of each axis's bytes that no matmul hides. If the trace has times, also print the total and
-    exposed milliseconds."""
+    """Print a table with one row per axis: the MiB of its collectives, and how many of them no matmul hides (exposed).
+    If the trace has times, the table also has the total and the exposed milliseconds."""
     sent, exposed, timed = Counter[str](), Counter[str](), dict[str, tuple[float, float]]()
     for collective in report.collectives:
         for axis in (collective.axis, "all"):
@@ -100,7 +101,7 @@ def _milliseconds(*seconds: float | None) -> list[str]:
 
 
 def _pipeline_memory(report: TraceReport) -> None:
-    """Print the memory of every pipeline rank, one row per rank."""
+    """Print a table of memory by category, with one row for each pipeline rank."""
     name, unit = byte_unit(max(rank.memory.total_peak for rank in report.pipeline))
     rows: list[list[str]] = []
     for rank in report.pipeline:
@@ -113,8 +114,8 @@ def _pipeline_memory(report: TraceReport) -> None:
 
 
 def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[str, Any]) -> None:
-    """Print sequences in color, and then statistics of the masks. Tokens in the loss are green, tokens that the
-    goldfish mask drops are red and in brackets, and all other tokens are dim."""
+    """Print training sequences in color, and then statistics of the masks. Tokens in the loss are green. Tokens that
+    the goldfish mask drops are red and in brackets. All other tokens are dim."""
     console = Console()
     for sample in preview.samples:
         text = Text()
@@ -138,7 +139,7 @@ def masks_view(preview: Preview, tokenizer: Tokenizer | None, record: Mapping[st
 
 
 def evaluation_tables(record: Mapping[str, Any]) -> None:
-    """Print the loss on each text and the metrics of each task."""
+    """Print the result of ``fourfold evaluate``: the loss on each text, and the metrics of each lm-eval task."""
     rows = [
         [Path(name).name, f"{t['tokens']:,}", f"{t['loss']:.4f}", f"{t['perplexity']:.3f}", f"{t['bits_per_byte']:.4f}"]
         for name, t in record["texts"].items()
@@ -152,13 +153,14 @@ def evaluation_tables(record: Mapping[str, Any]) -> None:
 
 
 def print_transferred(record: Mapping[str, Any]) -> None:
-    """Print a line about the files that the import or export of a Hugging Face model has written."""
+    """Print a line about the files that were written when a Hugging Face model was imported or exported."""
     what = f"{record['model_type']}, {record['parameters']:,} parameters, {record['bytes']:,} bytes"
     print(f"{record['folder']}: {what} in {record['files']} file{'s' * (record['files'] != 1)}")
 
 
 def generation_line(record: Mapping[str, Any]) -> str:
-    """Return a line with the sampling settings, the speed, and the size of the KV cache."""
+    """Return a line about generated text: the numbers of tokens, the sampling settings, the speed, and the size of the
+    KV cache."""
     speed = record["tokens_per_second"]
     rate = "" if speed is None else f", then {speed:.1f} tokens/s"
     cache = "" if record["cache_bytes"] is None else f"; cache {format_bytes(record['cache_bytes'])}"

@@ -12,7 +12,8 @@ COLUMNS = ("trial", "layout", "result", "s/step", "predicted", "GB")
 
 
 def tune_tables(result: TuneRecord) -> None:
-    """Print the trials, fastest first, the summary, and the paths of the written files."""
+    """Print a table of the trials with the fastest trial first. Then print the summary and the paths of the written
+    files."""
     order = sorted(result.trials, key=lambda trial: (trial.result.seconds is None, trial.result.seconds or 0))
     title = f"{result.name} on {counted(result.gpus, 'device')} of {result.machine}"
     print_table(title, COLUMNS, [_row(trial) for trial in order], words=("layout", "result"))
@@ -23,8 +24,8 @@ def tune_tables(result: TuneRecord) -> None:
 
 
 def summary_of(result: TuneRecord) -> str:
-    """Return the summary as one paragraph: what was tried, which layout is the best and by how much, how accurate the
-    planner is, and why trials failed."""
+    """Return the summary of a search as one paragraph. It says how many trials ran, which layout is the fastest and by
+    how much, how accurate the calibrated planner is, why the search ended, and why trials failed."""
     counts = Counter(trial.result.outcome for trial in result.trials)
     sentences = [
         f"The search ran {counted(len(result.trials), 'trial')}: "

@@ -9,17 +9,18 @@ HEADER = ("layers", "tokens × out × in", "matmul", "layout", "GFLOP/s", "gain"
 
 
 def print_matmuls(record: Mapping[str, Any]) -> None:
-    """Print one row per matmul: its rate with the default layout, and how much faster the chosen layout is.
+    """Print a table with one row per matmul. The row shows the rate with the default memory layout, and how many times
+    as fast the chosen memory layout is.
 
-    A weight can be stored as it is or transposed. The column "other order" is for the order that was not chosen: the
-    combined gain of the layer's three matmuls over the default layout.
+    A weight can be stored as it is or transposed, and tuning chooses one of these two orders. The column "other order"
+    shows the gain of the layer's three matmuls together over the default layout, if the weight had the other order.
     """
     print_table(f"Matmuls in {record['precision']}", HEADER, matmul_rows(record["layers"]), words=HEADER[:4])
     print(f"{record['machine']}\n{record['file']}")
 
 
 def matmul_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the rows of the table of matmuls, one per matmul."""
+    """Return the rows of the table of matmuls. Each layer has one row per matmul."""
     rows = []
     for layer in layers:
         sizes = [layer[key] for key in ("tokens", "outputs", "inputs")]

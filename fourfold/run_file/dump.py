@@ -1,4 +1,4 @@
-"""Write a run as TOML."""
+"""Write a run's settings as the TOML text of a run file."""
 
 import json
 from typing import Any
@@ -7,12 +7,12 @@ from fourfold.config.run import RunConfig
 
 
 def to_toml(run: RunConfig) -> str:
-    """Return the text of a run file that loads to an equal run."""
+    """Return the text of a run file. If you load this file, you get a run with the same settings."""
     return table_to_toml(run.model_dump(mode="json", exclude_none=True))
 
 
 def table_to_toml(table: dict[str, Any]) -> str:
-    """Return the text of a run file with these keys and sections."""
+    """Return the text of a run file with the keys and sections in ``table``."""
     sections = {name: value for name, value in table.items() if isinstance(value, dict)}
     lines = [f"{name} = {_value(value)}" for name, value in table.items() if name not in sections]
     for name, section in sections.items():

@@ -23,7 +23,7 @@ from fourfold.parsing import parse_toml
 from fourfold.untrusted_files import read_text_file
 
 NAMES_ELSEWHERE = tomllib.loads((files("fourfold.run_file") / "names_elsewhere.toml").read_text(encoding="utf-8"))
-"""For each of fourfold's keys, the names that other frameworks use for it."""
+"""Maps some of fourfold's keys to the names that other frameworks use for them."""
 
 CLOSE_SPELLING = 0.75
 """An error message about an unknown key suggests a known key if the two names have at least this similarity (difflib).
@@ -61,10 +61,10 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequence[str] = ()) -> RunConfig:
-    """Validate a run given as nested tables, and return it.
+    """Validate a run that is given as nested tables, and return the run.
 
     Args:
-        table: The tables. Overrides have been applied already.
+        table: The run file's keys and sections. Overrides have been applied already.
         where: Where the tables come from, for error messages.
         overrides: The applied overrides, for error messages.
 
@@ -94,8 +94,8 @@ def make_run(table: Mapping[str, Any], where: str = "the run", overrides: Sequen
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
-    """Set ``section.key=value`` in nested tables. The value is parsed as TOML, or used as a string if it is not valid
-    TOML. Raise ``UserError`` if the override has another form."""
+    """Apply an override ``section.key=value`` to nested tables. The value is parsed as TOML, or used as a string if it
+    is not valid TOML. Raise ``UserError`` if the override does not have the form ``section.key=value``."""
     key, equals, text = override.partition("=")
     *sections, name = key.strip().split(".")
     if not equals or not name:
@@ -124,8 +124,8 @@ def _sets(override: str, place: str, unknown: bool) -> bool:
 
 
 def _nearest(location: tuple[int | str, ...]) -> str:
-    """Return a hint about an unknown key: its name in fourfold, the sections that have such a key, a key with a similar
-    spelling, or all keys of the section."""
+    """Return a hint about an unknown key: fourfold's name if the key is another framework's, the sections that have a
+    key of this name, a key with a similar spelling, or all keys of the section."""
     *sections, name = (str(part) for part in location if not isinstance(part, int))
     if (ours := next((ours for ours, theirs in NAMES_ELSEWHERE.items() if name in theirs), None)) is not None:
         return f"here it is called {ours}"

@@ -1,1 +1,1 @@
-"""Train a model: the trainer, a job and its step, the optimizer, checks of steps, and the record of a run."""
+"""Train a model: the training loop, the optimizer, the checks of each step, and the record of a run."""

@@ -1,4 +1,5 @@
-"""Record when each attempt of a run starts and ends. This reveals a step that fails in every attempt."""
+"""Record each attempt to train a run: its start, and its end if it ended normally. From this record, a restarted job
+detects a step that fails in every attempt."""
 
 import json
 import sys
@@ -23,9 +24,9 @@ def note_start(run_dir: Path, restarts: int, run: RunConfig, first_step: int) ->
 
     Args:
         run_dir: Folder of the run.
-        restarts: How often the launcher has restarted the job before this attempt.
-        run: The run.
-        first_step: Number of steps in the checkpoint that the attempt resumes from, or 0.
+        restarts: How many times the launcher has restarted the job before this attempt.
+        run: The run's settings.
+        first_step: Number of finished steps in the checkpoint that the attempt resumes from. 0 without a checkpoint.
 
     Raises:
         UserError: The next step has failed too often. Either ``failing_step`` is "stop", or the step failed although
@@ -49,12 +50,14 @@ def count_starts(run_dir: Path) -> int:
 
 
 def resumed_at(run_dir: Path) -> list[int]:
-    """Return the steps at which the run was resumed from a checkpoint. A step is left out if a later attempt repeated
-    it."""
+    """Return the number of finished steps at each resume from a checkpoint, in ascending order.
+
+    If a later attempt started again from an earlier step, the resumes after that earlier step are left out.
+    """
     steps: list[int] = []
     for line in _read(run_dir):
         first = line.get("first_step")
-        # This attempt repeats all steps after ``first``, so drop resume points of earlier attempts there.
+        # This attempt repeats all steps after ``first``, so drop the resumes of earlier attempts after ``first``.
         if isinstance(first, int):
             steps = [step for step in steps if step < first] + [first] * (first > 0)
     return steps
@@ -77,7 +80,7 @@ def _answer_failures(run_dir: Path, step: int, failures: int, run: RunConfig) ->
 
 
 def _failures(lines: list[dict[str, Any]], taken: int) -> int:
-    """Return how many attempts in a row, up to the latest one, failed in the step after ``taken``."""
+    """Return how many of the latest attempts in a row failed in step ``taken`` + 1."""
     failures = 1 if lines and "ended" not in lines[-1] else 0
     for line in reversed(lines):
         if line.get("steps_taken") != taken or not line.get("restarts"):
@@ -87,7 +90,7 @@ def _failures(lines: list[dict[str, Any]], taken: int) -> int:
 
 
 def _read(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of ``ATTEMPTS_FILE``. A crash may have left half a line, which is skipped."""
+    """Return the JSON objects in ``ATTEMPTS_FILE``, one per line. Skip a line that a crash has cut off."""
     path, lines = run_dir / ATTEMPTS_FILE, []
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     for line in text.split("\n"):

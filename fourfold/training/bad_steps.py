@@ -11,13 +11,17 @@ BAD_STEPS_FILE = "bad_steps.jsonl"
 
 
 class BadSteps:
-    """The file bad_steps.jsonl in a run's folder. Only rank 0 reads and writes it."""
+    """The file bad_steps.jsonl in a run's folder. Only rank 0 reads and writes the file.
+
+    Each line describes a step that was bad, or that failed in too many attempts. The key ``skips`` of a line lists the
+    steps whose batches the run leaves out.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / BAD_STEPS_FILE
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the lines, oldest first.
+        """Return the file's lines as dictionaries, oldest first.
 
         Raises:
             UserError: A line has no integer ``step``, or its ``skips`` are not a list of steps.
@@ -25,7 +29,7 @@ class BadSteps:
         return read_metrics(self.path, _check) if self.path.is_file() else []
 
     def note(self, line: dict[str, Any]) -> None:
-        """Append a line to the file. The caller does this before the run acts on the bad step."""
+        """Append a line about a bad step to the file. The caller does this before the run acts on the step."""
         with writing(self.path):
             before = self.path.read_bytes() if self.path.exists() else b""
             write_whole(self.path, before + json.dumps(line).encode() + b"\n")
@@ -38,8 +42,8 @@ class BadSteps:
 
 
 def samples_of(step: int, global_batch_size: int) -> list[int]:
-    """Return the indices of a step's samples (the first step is 1). Samples are numbered from 0, in the order of
-    training."""
+    """Return the indices of the samples in a step's batch (the first step is 1). Samples are numbered from 0, in the
+    order of training."""
     return list(range((step - 1) * global_batch_size, step * global_batch_size))
 
 

@@ -31,9 +31,9 @@ _FIRST_IN_TERMINAL = ("loss", "tokens/s", "eta")
 class Progress:
     """Shows the steps of a run on standard output. Only rank 0 creates one.
 
-    In a terminal, it redraws a progress bar, the losses of recent steps as small bars, and a line of metrics in place.
-    In a log file, it prints a line every `log_interval` steps, and also for the first step, the last step, and each
-    step with a validation loss.
+    In a terminal, a live display has a progress bar, the losses of recent steps as small bars, and a line of metrics.
+    In a log file, this class prints a line every `log_interval` steps, and also for the first step, the last step, and
+    each step with a validation loss.
 
     The fields are in torchtitan's order: step, loss, grad_norm, memory, tokens/s, tflops, mfu. After these come lr,
     ETA, and fields that only some steps have. In a terminal, loss, tokens/s, and ETA come first. tokens/s is the sum
@@ -45,14 +45,14 @@ class Progress:
 
         Args:
             total_steps: Number of steps of the full run.
-            is_tty: Whether standard output is a terminal (default: find out).
+            is_tty: Whether standard output is a terminal. If None, this method finds out.
             log_interval: Number of steps between two lines in a log file.
         """
         self._total_steps = total_steps
         self._log_interval = log_interval
         self._shown_any = False
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_ETA_WINDOW)
-        """The number, the time, and the loss of recent steps."""
+        """The number, the time in seconds, and the loss of each recent step."""
         self._console: Console | None = None
         self._live: Live | None = None
         if sys.stdout.isatty() if is_tty is None else is_tty:
@@ -69,7 +69,7 @@ class Progress:
         self._shown_any = True
 
     def close(self) -> None:
-        """Leave the last metrics on the screen and release the terminal."""
+        """End the live display. The most recent metrics stay on the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -86,7 +86,7 @@ class Progress:
             f"grad_norm: {metrics.grad_norm:8.4f}",
             f"memory: {format_bytes(metrics.peak_memory_bytes)}",
             f"tokens/s: {metrics.tokens_per_second:,.0f}",
-            f"tflops: {tflops:,.2f}" if tflops >= 1 else f"gflops: {tflops * 1000:.3g}",  # CPUs reach GFLOP/s.
+            f"tflops: {tflops:,.2f}" if tflops >= 1 else f"gflops: {tflops * 1000:.3g}",  # CPUs are below 1 TFLOP/s.
         ]
         if metrics.mfu is not None:
             fields.append(f"mfu: {metrics.mfu:.2%}")
@@ -134,8 +134,8 @@ class Progress:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draw values as bars of one character each. The lowest value has the lowest bar. A value that is not finite is a
-    space."""
+    """Draw each value as a bar of one character. The lowest value has the lowest bar. Infinity and NaN become
+    spaces."""
     finite = [value for value in values if math.isfinite(value)]
     low, height = min(finite, default=0.0), (max(finite, default=0.0) - min(finite, default=0.0)) or 1.0
     top = len(_SPARKS) - 1

@@ -33,13 +33,13 @@ from fourfold.parallel.grid.grid import Axis
 
 VALIDATION_SEED = 1
 STATISTICS_TOKENS = 1 << 17
-"""Number of training tokens that the loss masks are measured on before training. This measurement takes
-milliseconds."""
+"""Before training, the run estimates from this number of tokens how many tokens the loss masks leave out. The estimate
+takes milliseconds."""
 FIRST_SAMPLES = 16
-"""The digest that reveals changed data covers this number of samples of each corpus."""
+"""Number of samples per corpus that a digest in ``Corpora.first_samples`` covers."""
 
 Source = tuple[str, float]
-"""Path prefix and weight of a corpus."""
+"""Path prefix of a corpus, and the weight of the corpus in the mixture of corpora."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,12 @@ class Corpora:
     """The tokenizer of the corpora, or None if neither the corpora nor the run file name one."""
 
     masks: list[LossMask]
-    """The loss masks except goldfish. Validation uses only these masks."""
+    """The loss masks except goldfish. They decide which tokens are in the loss. Validation uses only these masks."""
 
     goldfish: Goldfish | None
+    """The goldfish mask, which drops some further tokens from the training loss. None if the run has no such mask."""
     data: DataConfig
-    """The section [data]."""
+    """The section [data] of the run file."""
 
     @property
     def stream(self) -> StreamedWindows | None:
@@ -71,12 +72,12 @@ class Corpora:
         self.train.close()
 
     def packing(self) -> list[PackingStatistics]:
-        """Return how each training corpus of conversations was packed into sequences."""
+        """Return the packing statistics of each training corpus that consists of conversations."""
         sources = self.train.dataset.sources if isinstance(self.train.dataset, SourceMixture) else []
         return [source.statistics for source in sources if isinstance(source, PackedConversations)]
 
     def pairs(self) -> list[PreferencePairs]:
-        """Return the corpora of answer pairs in the training data and in the validation data."""
+        """Return the corpora of answer pairs (for DPO), first from the training data, then from the validation data."""
         mixtures = [each.dataset for each in (self.train, self.validation) if each is not None]
         sources = [source for mixture in mixtures if isinstance(mixture, SourceMixture) for source in mixture.sources]
         return [source for source in sources if isinstance(source, PreferencePairs)]
@@ -85,8 +86,9 @@ class Corpora:
     def first_samples(self) -> dict[str, str]:
         """Return digests, by name, that reveal whether data on disk has changed.
 
-        The digest of the training or validation data covers the first samples of each corpus and of their mixture. The
-        digest of an answer mask covers the whole mask, because a change may affect only a few tokens.
+        The digest of the training or validation data covers the first samples of each corpus and of the mixture of the
+        corpora. An answer mask marks the tokens of answers. Its digest covers the whole mask, because a change may
+        affect only a few tokens. Streamed data has no digest.
         """
         found: dict[str, Any] = defaultdict(xxhash.xxh3_128)
         validation = None if self.validation is None else self.validation.dataset
@@ -98,7 +100,7 @@ class Corpora:
         return {name: digest.hexdigest() for name, digest in found.items()}
 
     def preview(self) -> Preview:
-        """Measure how many tokens the masks leave out at the beginning of the training data."""
+        """Count how many tokens the masks leave out of the loss at the beginning of the training data."""
         return preview(self.train.dataset, self.masks, self.goldfish, 0, STATISTICS_TOKENS)
 
 
@@ -107,8 +109,8 @@ def open_corpora(run: RunConfig, batch: Axis) -> Corpora:
     exist yet, prepare it first.
 
     Args:
-        run: The run.
-        batch: The axis that splits the global batch.
+        run: The run's settings.
+        batch: The axis whose ranks split the global batch.
 
     Raises:
         UserError: A corpus is missing, damaged, or does not fit the run (format, tokenizer, or vocabulary). Or the run
@@ -148,12 +150,12 @@ def preview_masks(run: RunConfig, samples: int, tokens: int) -> tuple[Preview, T
     One process is enough, and no model is needed.
 
     Args:
-        run: The run.
-        samples: Number of training sequences to return.
-        tokens: Approximate number of tokens for the statistics.
+        run: The run's settings.
+        samples: Number of training sequences in the preview.
+        tokens: Approximate number of tokens that the statistics in the preview cover.
 
     Returns:
-        The preview, and the tokenizer if there is one.
+        The preview, then the tokenizer. The tokenizer is None if the run has none.
     """
     train, _ = _prefixes(run)
     for prefix, _ in train:
@@ -185,10 +187,10 @@ def micro_batches(
     """Copy a loader's micro-batches to the device, and take this rank's share of each sequence (context parallelism).
 
     Args:
-        batches: The micro-batches.
-        run: The run.
-        cp: The context axis.
-        device: The device.
+        batches: Micro-batches of full sequences, from the loader.
+        run: The run's settings.
+        cp: The axis whose ranks share each sequence.
+        device: The device to copy to.
 
     Raises:
         UserError: A token is outside the model's vocabulary.
@@ -211,8 +213,8 @@ def micro_batches(
 
 
 def _check_tokens(batch: MicroBatch[NDArray[Any]], vocab_size: int) -> None:
-    """Refuse a token outside the vocabulary. The embedding would not notice such a token. The embedding's rows are
-    split over ranks, and each rank would assume that another rank has the token's row."""
+    """Refuse a token outside the vocabulary. The embedding would not notice such a token. Each rank has only some rows
+    of the embedding, and would assume that another rank has the token's row."""
     smallest, largest = int(batch.tokens.min()), int(batch.tokens.max())
     if batch.labels is not None:
         largest = max(largest, int(batch.labels.max()))
@@ -224,7 +226,7 @@ def _check_tokens(batch: MicroBatch[NDArray[Any]], vocab_size: int) -> None:
 
 
 def _prefixes(run: RunConfig) -> tuple[list[Source], list[Source]]:
-    """Return the training corpora and the validation corpora."""
+    """Return the training corpora, then the validation corpora."""
     data = run.data
     if data.source is None or data.is_streamed:
         return [(c.path, c.weight) for c in data.train], [(c.path, c.weight) for c in data.validation]
@@ -241,11 +243,11 @@ def make_loader(run: RunConfig, dataset: Samples, batch: Axis, masks: Sequence[L
     """Return a loader that reads this process's share of each batch.
 
     Args:
-        run: The run.
-        dataset: The samples.
-        batch: The axis that splits the global batch.
+        run: The run's settings.
+        dataset: The samples to read.
+        batch: The axis whose ranks split the global batch.
         masks: Masks of the loss. A token is in the loss if all masks keep it.
-        prefetch: Whether a thread assembles the next step's micro-batches ahead.
+        prefetch: Whether a thread assembles the next step's micro-batches during the current step.
     """
     training = run.training
     sizes = (training.seq_length, training.global_batch_size, training.micro_batch_size)
@@ -287,7 +289,7 @@ def _tokenizer(run: RunConfig) -> Tokenizer | None:
 
 
 def _check_validation(run: RunConfig, validation: list[Source], tokenizer: Tokenizer | None) -> None:
-    """Refuse a validation corpus that was made with a different tokenizer than the streamed training data uses."""
+    """Refuse a validation corpus if its tokenizer differs from the tokenizer of the streamed training data."""
     for prefix, _ in validation:
         manifest = read_manifest(prefix)
         if manifest is not None and tokenizer is not None and manifest.fingerprint != tokenizer.fingerprint:

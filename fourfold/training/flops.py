@@ -44,7 +44,8 @@ def flops_per_token(model: ModelConfig, seq_length: int, frozen: bool = False) -
     Args:
         model: Sizes of the decoder.
         seq_length: Number of tokens in a sequence.
-        frozen: Whether the model is frozen (LoRA), so weight gradients are not counted. Adapters are never counted.
+        frozen: Whether the model's weights are frozen (LoRA). Then gradients of weights are not counted. The FLOPs of
+            LoRA adapters are never counted.
     """
     work = workload_of_model(model).but(seq_length=seq_length)
     matrices, attention = round(float(work.token_matrices)), round(float(work.token_attention))
@@ -80,8 +81,8 @@ def peak_flops(device_name: str, precision: str, float8: bool = False) -> PeakFl
             So the MFUs of runs with and without float8 are comparable.
 
     Returns:
-        The peak. None for CPUs, for unknown devices, and for MIG slices (a slice is only a part of the device that its
-        name says). A guessed peak would be worse than no MFU.
+        The peak. None for CPUs, for unknown devices, and for MIG slices (a slice is only a part of a device, but has
+        the device's name). A guessed peak would be worse than no MFU.
     """
     device = next((d for d in _DEVICES if re.search(d["pattern"], device_name, re.IGNORECASE)), None)
     if device is None or re.search(r"\bMIG\b", device_name):

@@ -64,8 +64,7 @@ class StepResult:
 
 
 class Job(TrainingState):
-    """A model on the grid, with its optimizer. Every process must call its methods together with all other
-    processes."""
+    """A model on the grid, with its optimizer. All processes must call the methods together, in the same order."""
 
     def __init__(
         self, run: RunConfig, grid: Grid, device: torch.device, stages: dict[int, DataParallel] | None = None
@@ -73,11 +72,11 @@ class Job(TrainingState):
         """Allocate memory for the model and its optimizer. The caller then calls ``initialize`` or loads a checkpoint.
 
         Args:
-            run: The run.
-            grid: The grid.
+            run: The run's settings.
+            grid: The grid of processes.
             device: This process's device.
-            stages: This process's pipeline stages on the meta device. If None, ``meta_stages`` builds them, with the
-                fastest matmul layouts that are known for this machine.
+            stages: This process's pipeline stages by index, on the meta device. If None, ``meta_stages`` builds them.
+                Their matmuls then use the fastest memory layouts that are known for this machine.
 
         Raises:
             UserError: A parameter group or a LoRA target matches no parameter.
@@ -210,8 +209,7 @@ class Job(TrainingState):
         return True
 
     def skip_update(self) -> bool:
-        """Drop the gradients without an update. The weights, moments, and loss scale stay as they are. Returns
-        False."""
+        """Drop the gradients, and return False. The weights, moments, and loss scale stay as they are."""
         self.optimizer.drop_gradients()
         return False
 
@@ -222,11 +220,12 @@ class Job(TrainingState):
         return self.mean_loss(self.outputs(micro_batches), kept)
 
     def take_preferences(self) -> dict[str, float]:
-        """Return DPO metrics of all pairs since the last call, over all ranks.
+        """Return DPO metrics over all pairs on all ranks since the previous call.
 
         Returns:
-            The mean margin (``dpo_margin``), the share of pairs with a positive margin (``dpo_accuracy``), and the mean
-            reward of the chosen answers (``dpo_chosen_reward``). Empty if there were no pairs.
+            The mean margin (``dpo_margin``), the fraction of pairs with a positive margin (``dpo_accuracy``), and the
+            mean reward of the chosen answers (``dpo_chosen_reward``). The margin of a pair is the chosen answer's
+            reward minus the rejected answer's reward. Empty without [dpo], or if there were no pairs.
         """
         if not self.run.dpo.beta:
             return {}
@@ -330,12 +329,12 @@ def meta_stages(run: RunConfig, grid: Grid, layouts: Layouts | None = None) -> d
     """Build this process's pipeline stages on the meta device. No process ever builds the full model.
 
     Args:
-        run: The run.
-        grid: The grid.
+        run: The run's settings.
+        grid: The grid of processes.
         layouts: Memory layouts of the blocks' matmuls. They must be the same on every process.
 
     Returns:
-        The stages by number.
+        The stages of this process, by the index of the stage.
     """
     layers_of_stages = stage_layers(run.model, run.parallel)
     if run.lora.targets is not None:

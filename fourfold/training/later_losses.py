@@ -1,4 +1,4 @@
-"""Count and weight the losses of the layers that predict further tokens (``model.num_nextn_predict_layers``)."""
+"""Weight and average the losses of the layers that predict further tokens (``model.num_nextn_predict_layers``)."""
 
 from collections.abc import Sequence
 
@@ -19,13 +19,13 @@ class LaterLosses:
     def __init__(self, run: RunConfig, grid: Grid, device: torch.device) -> None:
         depths, self.grid = run.model.num_nextn_predict_layers, grid
         self.weights = torch.full((1 + depths,), run.training.mtp_loss_weight / depths, device=device)
-        """Factors on the model's own loss and on the loss of each prediction layer, [1 + D]."""
+        """Factors [1 + D] on the losses: first on the model's own loss, then on the loss of each prediction layer."""
         self.weights[0].fill_(1.0)  # An assignment would copy the number from the host, and wait for the copy.
         self.means: Tensor | None = None
-        """The mean loss of each prediction layer in the most recent step, [D]."""
+        """The mean loss of each prediction layer in the most recent step, [D]. None after ``take``."""
 
     def count(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> Tensor:
-        """Count the tokens in each prediction layer's loss over all ranks, [D]."""
+        """Return the number of tokens in each prediction layer's loss over all ranks, [D]."""
         labels = [micro_batch.next_labels for micro_batch in micro_batches if micro_batch.next_labels is not None]
         mine = torch.stack([(labels_BSD != IGNORE_INDEX).sum((0, 1)) for labels_BSD in labels]).sum(0)
         return all_reduce(mine, self.grid.tokens, "kept tokens")
@@ -37,7 +37,7 @@ class LaterLosses:
         return means[0]
 
     def take(self) -> dict[str, float]:
-        """Return the mean of the prediction layers' losses in the most recent step, with the key ``mtp_loss``. Return
-        {} if there was no step since the previous call."""
+        """Return the losses of the most recent step, averaged over the prediction layers, with the key ``mtp_loss``.
+        Return {} if there was no step since the previous call."""
         means, self.means = self.means, None
         return {} if means is None else {"mtp_loss": means.mean().item()}

@@ -18,7 +18,7 @@ class LossScale:
     steps_since_change: int = 0
 
     def update(self, overflowed: bool) -> None:
-        """Count a step, and adjust the scale.
+        """Adjust the scale after a step. ``overflowed`` says whether the step's gradients overflowed.
 
         Raises:
             UserError: Gradients overflow even at the smallest scale, so the run has diverged.

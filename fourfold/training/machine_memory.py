@@ -15,8 +15,8 @@ GPUS = ("/dev/nvidiactl", "/dev/kfd")
 def check_machine_memory(run: RunConfig) -> None:
     """Refuse a model that is too large for this machine's memory. Runs on GPUs are not checked.
 
-    On any grid, all processes together hold at least the model's weights, gradients, and optimizer moments. With LoRA,
-    they hold little more than the weights.
+    The check is for a run whose processes are all on this machine. On any grid, these processes together hold at least
+    the model's weights, gradients, and optimizer moments. With LoRA, they hold little more than the weights.
 
     Raises:
         UserError: The machine does not have enough memory.
@@ -33,10 +33,10 @@ def check_machine_memory(run: RunConfig) -> None:
 
 
 def _bytes_per_parameter(run: RunConfig) -> int:
-    """Return the number of bytes per parameter: its weight, gradient, and optimizer moments. With LoRA, only the weight
-    counts.
+    """Return how many bytes one parameter takes: its weight, its gradient, and its optimizer moments. With LoRA, count
+    only the weight.
 
-    With Muon, one moment counts, because most parameters have only one.
+    With Muon, count one moment, because most parameters have only one.
     """
     training, size = run.training, {"fp32": 4, "bf16": 2, "fp16": 2}
     if run.lora.rank:

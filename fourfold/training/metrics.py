@@ -57,8 +57,8 @@ class MetricsWriter:
 
     Args:
         run_dir: Folder of the run.
-        resume_step: Number of steps in the checkpoint that the run resumes from. Lines of later steps are dropped,
-            because the run trains these steps again.
+        resume_step: Number of finished steps in the checkpoint that the run resumes from, or 0. Lines of later steps
+            are removed, because the run trains these steps again.
 
     Raises:
         UserError: An earlier record cannot be read, or the file cannot be written.
@@ -93,7 +93,7 @@ def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = 
     Empty lines are skipped. The last line is also skipped if a crash has cut it off.
 
     Args:
-        path: The file.
+        path: The file to read.
         check: Function that is called with each object. It raises a ValueError if the object is wrong.
 
     Raises:
@@ -125,9 +125,9 @@ def read_metrics(path: Path, check: Callable[[dict[str, Any]], object] | None = 
 
 
 def add_record(path: Path, record: dict[str, Any]) -> None:
-    """Append a line of JSON to a file that has lines only for some steps, such as the steps with an evaluation.
+    """Append a record to a file of JSON lines that has records only of some steps, such as steps with an evaluation.
 
-    Existing lines of the same step and of later steps are removed, because the run has resumed or rolled back since.
+    Existing records of this step and of later steps are removed, because the run has resumed or rolled back since.
 
     Raises:
         UserError: The file cannot be read or written.
@@ -144,8 +144,8 @@ def steps_taken(run_dir: Path) -> int:
 
 
 def peak_memory_bytes(device: "torch.device") -> int:
-    """Return the peak memory of this process so far. On a GPU, this is the memory that PyTorch allocated. On the CPU,
-    it is the resident size."""
+    """Return the peak memory of this process so far, in bytes. On a GPU, this is the memory that PyTorch allocated. On
+    the CPU, this is the resident size."""
     if device.type == "cuda":
         import torch
 

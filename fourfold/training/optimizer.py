@@ -1,5 +1,5 @@
-"""Update local shards with AdamW, Lion, or Muon, and compute the learning rate. Before each update, ``parallel.state``
-clips the gradients."""
+"""Update this process's shards with AdamW, Lion, or Muon, and compute the learning rate. Before each update,
+``parallel.state`` clips the gradients."""
 
 import difflib
 import fnmatch
@@ -38,7 +38,7 @@ def treatment(name: str, dims: int, config: OptimizerConfig) -> Treatment:
     Args:
         name: Name of the parameter.
         dims: Number of dimensions of the parameter.
-        config: The section [optimizer].
+        config: The section [optimizer] of the run file.
     """
     decay = config.weight_decay if is_matrix(name, dims) else 0.0
     for group in config.groups:
@@ -48,7 +48,7 @@ def treatment(name: str, dims: int, config: OptimizerConfig) -> Treatment:
 
 
 def check_groups(config: OptimizerConfig, names: Collection[str]) -> None:
-    """Check the optimizer's parameter groups.
+    """Check that every parameter group of the optimizer has an effect.
 
     Raises:
         UserError: A pattern of a group matches no trained parameter, or all parameters of a group are in earlier
@@ -83,9 +83,9 @@ class ShardedOptimizer:
     strategy in the first step.
 
     Args:
-        shards: The shards to update.
-        run: The run. It has the optimizer's settings, the seed, and the precision.
-        grid: The grid.
+        shards: This process's shards of the weights to train.
+        run: The run's settings, such as the section [optimizer], the seed, and the precision.
+        grid: The grid of processes.
     """
 
     def __init__(self, shards: Sequence[LocalShard], run: RunConfig, grid: Grid) -> None:
@@ -108,8 +108,8 @@ class ShardedOptimizer:
         self._products = torch.float32 if run.training.precision == "fp32" else torch.bfloat16
         """The dtype of Muon's matmuls."""
         self._momentum: dict[int, Tensor] = {}
-        """The running mean of the gradient of each shard that Lion or Muon updates. It has the memory layout of the
-        parameter."""
+        """The running mean of the gradient of each shard that Lion or Muon updates, by the shard's index. The mean has
+        the memory layout of the parameter."""
         members = list(zip(self.parameters, self.treatments, self.rules, strict=True))
         groups = [
             {
@@ -150,7 +150,7 @@ class ShardedOptimizer:
             parameter.grad = shard.parameter.grad = None
 
     def _of_rule(self, rule: UpdateRule) -> Iterator[int]:
-        """Yield the index of each shard that a rule updates and that has a gradient."""
+        """Yield the index of each shard that has a gradient and that ``rule`` updates."""
         for index, shard in enumerate(self.shards):
             if self.rules[index] == rule and shard.grad is not None:
                 yield index
@@ -245,8 +245,8 @@ class ShardedOptimizer:
         self._weight(matrix).copy_(stochastically_rounded(wide, generator))
 
     def moments(self, index: int) -> dict[str, Tensor]:
-        """Return the optimizer states of a shard, by name. They have the shape of the shard's ``local``, and are 0
-        before the first step."""
+        """Return the optimizer states of the shard with this index, by name. They have the shape of the shard's
+        local tensor, and are 0 before the first step."""
         parameter, names = self.parameters[index], STATES[self.rules[index]]
         if self.rules[index] != "adamw":
             return {name: self._mean(index) for name in names}
@@ -258,7 +258,8 @@ class ShardedOptimizer:
         return {name: self.shards[index].tile.as_tile(state[name]) for name in names}
 
     def _mean(self, index: int) -> Tensor:
-        """Return the running mean of the gradient of a shard that Lion or Muon updates, in the shape of its tile."""
+        """Return the running mean of the gradient of a shard that Lion or Muon updates, in the shape of the shard's
+        tile (see ``Tile.as_tile``)."""
         if index not in self._momentum:
             self._momentum[index] = self._zeros(self.parameters[index])
         return self.shards[index].tile.as_tile(self._momentum[index])
@@ -278,7 +279,8 @@ class ShardedOptimizer:
         return self._steps
 
     def set_steps_taken(self, steps: int) -> None:
-        """Set the number of steps taken, after the moments were loaded. AdamW's bias correction uses this number."""
+        """Set the number of steps that changed the weights. AdamW's bias correction uses this number. Call this after a
+        checkpoint is loaded."""
         self._steps = steps
         for index, parameter in enumerate(self.parameters):
             self.moments(index)
@@ -294,7 +296,7 @@ def stochastically_rounded(wide: Tensor, generator: torch.Generator) -> Tensor:
     """Round float32 to bfloat16 at random, up or down, so that the expected value is the float32 value.
 
     A bfloat16 is the upper 16 bits of a float32. This function adds uniform noise to the lower 16 bits. A carry into
-    the upper bits rounds up, and its probability is proportional to the value of the lower bits.
+    the upper bits rounds up. The probability of a carry is proportional to the value of the lower bits.
     """
     noise = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32, device=wide.device, generator=generator)
     upper = (wide.view(torch.int32) + noise) & -(1 << 16)
@@ -315,8 +317,8 @@ def learning_rate(step: int, train_steps: int, peak: float, config: SchedulerCon
     Args:
         step: Index of the step. The first step is 0.
         train_steps: Number of steps in the whole run.
-        peak: The rate after the warm-up.
-        config: The section [lr_scheduler].
+        peak: The learning rate at the end of the warm-up.
+        config: The section [lr_scheduler] of the run file.
     """
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps

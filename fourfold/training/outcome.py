@@ -13,7 +13,7 @@ class Outcome:
     steps: int
     """Number of optimizer steps taken, including steps before this job."""
     loss: float | None
-    """Loss of the last good step of this job. None if no step was good."""
+    """Loss of the last step of this job that passed the checks. None if no step passed the checks."""
     checkpoint: str | None
     """The newest checkpoint in the run's folder. None if the folder has no checkpoint."""
     sample: str | None

@@ -1,11 +1,12 @@
 """Gather each sharded matrix on one rank, for computations that need the full matrix (Muon).
 
 Each matrix of a pipeline stage has an owner, one of the stage's ranks. The matrices are divided so that all ranks have
-about the same work. In each round, every rank
+about the same work. A *part* of a matrix is the block of rows and columns that a rank holds. The work is done in
+rounds. In each round, every rank
 
 1. gathers the matrices that it owns in this round (an all-to-all)
-2. transforms them
-3. sends each rank its part of the results (another all-to-all)
+2. transforms these matrices
+3. sends the parts of the results back to the ranks that hold these parts (another all-to-all)
 
 If several ranks hold copies of a part, only the rank nearest to the owner sends it. On every grid, each matrix is
 transformed exactly once, by its owner, with the same values as on one process.
@@ -45,11 +46,12 @@ class Matrix(NamedTuple):
 class Round:
     """What one rank sends, receives, and owns in a round.
 
-    In the first all-to-all, the rank sends its parts of the matrices in ``sent`` to their owners. It receives parts of
-    the matrices that it owns (``arriving``). In the second all-to-all, the rank sends parts of the results that it
-    computed as an owner (``returned``). It receives its own parts of the results for the matrices in ``held``. A part
-    is a pair: the index of an owned matrix, and the part's bounds in this matrix. Each list of sizes has the number of
-    elements to send to or receive from each rank.
+    In the first all-to-all, the rank sends its parts of the matrices in ``sent`` to their owners. It receives the parts
+    in ``arriving``, which are parts of the matrices that it owns. In the second all-to-all, the rank sends the parts in
+    ``returned``, which are parts of the results that it computed. It receives its own parts of the results for the
+    matrices in ``held``. An entry of ``arriving`` or ``returned`` is a pair: the index of an owned matrix, and the
+    bounds of the part. The lists of sizes have one entry per rank: the number of elements to send to this rank, or to
+    receive from it.
     """
 
     shape: tuple[int, int]
@@ -68,10 +70,10 @@ class Round:
 
 
 def deal(matrices: Mapping[tuple[int, int], Sequence[Matrix]], ranks: int) -> list[list[Unit]]:
-    """Divide the matrices into rounds of units. In each round, rank i owns the i-th unit.
+    """Divide the matrices into units, and return the units of each round. In each round, rank i owns the i-th unit.
 
     A unit is one large matrix, or several small matrices of the same shape. No unit is larger than the largest matrix,
-    so the memory of a round is bounded. The rounds start with the largest units, so the units of a round take about the
+    so the memory of a round is bounded. The first rounds have the largest units, so the units of a round take about the
     same time.
 
     Args:
@@ -99,7 +101,7 @@ class OwnedMatrices:
         Args:
             shards: Matrices [rows, columns] and stacks of experts [experts, rows, columns]. The keys are the indices in
                 ``Matrix.shard``.
-            grid: The grid.
+            grid: The grid of processes.
             shards_per_node: The value of ``overlap.shards_per_node``.
         """
         self.shards, self.axis = dict(shards), grid.stage()
@@ -123,9 +125,10 @@ class OwnedMatrices:
         """Apply a function to every full matrix, and give each rank its part of the results. Every process calls this.
 
         Args:
-            part_of: Returns this rank's part of a matrix. Experts are numbered within this rank's shard.
+            part_of: Returns this rank's part of a matrix. ``Matrix.expert`` is here the index within this rank's shard.
             function: Maps a stack of full matrices [B, rows, columns] to results of the same shape.
-            take: Receives this rank's part of a result.
+            take: Called for each matrix that this rank has a part of, with the matrix and this rank's part of the
+                result. ``Matrix.expert`` is the same index as for ``part_of``.
             empty: An empty tensor with the dtype and device of the tensors that ``part_of`` returns.
         """
         for each in self.rounds:
@@ -203,7 +206,8 @@ def part_shape(shard: LocalShard) -> tuple[int, ...]:
 
 
 class _Holders:
-    """Knows which ranks hold which parts of each matrix. Matrices with the same layout share one entry."""
+    """Knows which ranks hold which parts of each matrix. The answer is computed once for all matrices with the same
+    layout."""
 
     def __init__(self, layout: CheckpointTensors, axis: Axis) -> None:
         self.layout, self.axis = layout, axis
@@ -218,15 +222,15 @@ class _Holders:
         self._of, self._all_parts = cache(self._find), cache(self._parts)
 
     def part(self, name: str, rank: int) -> tuple[slice, ...]:
-        """Return the part of a tensor that a rank of the axis holds."""
+        """Return the part of a tensor (one slice per dim) that a rank of this pipeline stage holds."""
         return self.layout.part_of(name, self._first + rank)
 
     def of(self, name: str, expert: int | None) -> Mapping[Bounds, list[int]]:
-        """Return the parts of a matrix, each with the ranks that hold it."""
+        """Return all parts of a matrix, each with the ranks that hold this part."""
         return self._of(self._alike[name], expert)
 
     def bounds(self, name: str, expert: int | None, rank: int) -> Bounds | None:
-        """Return the part of a matrix that a rank holds, or None if it holds none."""
+        """Return the bounds of the part of a matrix that a rank holds, or None if the rank holds no part of it."""
         return _bounds(self._all_parts(self._alike[name])[rank], expert)
 
     def nearest(self, name: str, expert: int | None, part: Bounds, owner: int) -> int:
@@ -266,7 +270,7 @@ def _entries(part: Bounds) -> int:
 
 
 def _flat(whole_BMN: Tensor, each: Round) -> Tensor:
-    """Return the parts of the results that an owner sends, in one flat tensor."""
+    """Copy the parts of the results that this rank sends in the second all-to-all into one flat tensor."""
     results = whole_BMN.new_empty(sum(each.returned_sizes))
     for source, entries in _in_place(whole_BMN, each.returned, results):
         entries.copy_(source)

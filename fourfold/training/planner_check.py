@@ -14,18 +14,18 @@ from fourfold.training.metrics import StepMetrics
 
 PREDICTION_FILE = "prediction.json"
 STEPS = 10
-"""Number of steps that are measured."""
+"""Number of steps that are measured, counted from the first step that this process trains."""
 
 
 class PlannerCheck:
-    """Compares the planner's prediction with the measurement on rank 0, if ``metrics.machine`` is set.
+    """Compares the planner's prediction for a run with the measured steps, if ``metrics.machine`` names a machine.
 
-    On a CPU, the machine file must have been measured on that CPU. Otherwise nothing is compared. Memory is compared
-    only on GPUs, because on a CPU the interpreter takes most of a process's memory.
+    On a CPU, the machine's file must have constants from `fourfold machine calibrate`. Otherwise nothing is compared.
+    Memory is compared only on GPUs, because on a CPU the interpreter takes most of a process's memory.
     """
 
     def __init__(self, run: RunConfig, run_dir: Path, on_gpu: bool) -> None:
-        """Load the machine. Raises ``UserError`` if it is unknown."""
+        """Load the machine that ``metrics.machine`` names. Raises ``UserError`` if this machine is unknown."""
         self.run, self.path, self.on_gpu = run, run_dir / PREDICTION_FILE, on_gpu
         self.machine = None if run.metrics.machine is None else load_machine(run.metrics.machine, "metrics.machine =")
         if self.machine is not None and not on_gpu and not is_calibrated(self.machine):

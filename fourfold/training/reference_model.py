@@ -27,8 +27,8 @@ from fourfold.training.job import Job
 
 REFERENCE_FILE = "reference.json"
 MASKED_SAMPLES = 1024
-"""The digest that reveals changed masks covers the labels of this number of answers. Reading them takes a fraction of a
-second."""
+"""The digest that reveals changed masks covers the labels of this number of answers. Reading these labels takes a
+fraction of a second."""
 
 
 def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Path | None) -> None:
@@ -38,7 +38,7 @@ def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Pat
 
     Args:
         job: The model on the grid.
-        corpora: The job's data.
+        corpora: The run's training and validation data, which have the pairs.
         run_dir: Folder of the run.
         checkpoint: The checkpoint that the run resumes from. None at the start of a run, when the job's weights are
             the reference model.
@@ -67,7 +67,8 @@ def install_reference(job: Job, corpora: Corpora, run_dir: Path, checkpoint: Pat
 
 @torch.no_grad()
 def reference_log_probabilities(job: Job, source: PreferencePairs, masks: Sequence[LossMask]) -> NDArray[np.float32]:
-    """Return the log-probability of each document of a corpus of pairs. Documents of skipped pairs have NaN."""
+    """Return the log-probability of each answer in a corpus of pairs, by the index of the answer's document. Answers of
+    skipped pairs have NaN."""
     batch, batch_size = job.grid.batch, job.run.training.global_batch_size
     loader = make_loader(job.run, source, batch, masks, prefetch=False)
     documents = source.corpus.documents
@@ -87,7 +88,7 @@ def reference_log_probabilities(job: Job, source: PreferencePairs, masks: Sequen
 
 
 def digest_of(source: PreferencePairs, masks: Sequence[LossMask]) -> str:
-    """Return a digest that changes if a corpus of pairs or its masks change.
+    """Return a digest that changes if a corpus of pairs or the loss masks change.
 
     The digest covers all tokens, the mask of the answers, and the labels of about ``MASKED_SAMPLES`` answers.
     """

@@ -26,13 +26,14 @@ class Replay:
 
     If the two results differ, this class computes the gradients a third time before it blames a device. It also
     compares what each process sends in collectives. This shows which process computed a wrong result, and which
-    processes only received it. Before the two passes, the class compares the replicas of weights and optimizer moments.
-    This is needed because a wrong weight gives the same result in both passes. Every process calls the methods.
+    processes only received the result. Before the two passes, the class compares the replicas of weights and optimizer
+    moments. This is needed because a wrong weight gives the same result in both passes. Every process calls the
+    methods.
 
     Args:
         job: The model and its optimizer.
-        publish: Called before each check. It should wait for a checkpoint that is still being written, because the
-            check may end the run.
+        publish: Function that is called before each check. It should wait for a checkpoint that is still being
+            written, because the check may end the run.
     """
 
     def __init__(self, job: Job, publish: Callable[[], object] = lambda: None) -> None:
@@ -41,7 +42,7 @@ class Replay:
         """Seconds that the check added to the most recent step: the comparison of replicas and one extra pass."""
 
     def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch[Tensor]], kept: Tensor) -> Tensor:
-        """Run ``Job.forward_backward`` once, or twice if this step is due for a check.
+        """Run ``Job.forward_backward`` once, or twice if this step is due for a check. Return the loss.
 
         Args:
             step: Index of the step. The first step is 0.
@@ -95,8 +96,8 @@ class Replay:
         return loss, inputs.given()
 
     def _blame(self, step: int, first: list[Given], second: list[Given], third: list[Given]) -> NoReturn:
-        """Raise an error that names the ranks whose passes differ. If the third pass agrees with one of the two passes,
-        a device is at fault."""
+        """Raise an error that names the ranks whose passes differ. If the third pass agrees with the first or the
+        second pass, a device is at fault."""
         is_rare = not self._on_any(third != first) or not self._on_any(third != second)
         everyone = from_all_ranks((first, second), "replayed step")
         ranks = first_to_differ([one for one, _ in everyone], [two for _, two in everyone])
@@ -150,8 +151,8 @@ class Replay:
                 yield f"the average of {shard.name}", shard, self.job.average.averages[index]
 
     def _axes_of_copies(self) -> Iterator[tuple[Axis, Any]]:
-        """Yield each axis whose ranks hold replicas of some shards, and a function that returns whether a given shard
-        has replicas on this axis."""
+        """Yield each axis whose ranks hold replicas of some shards, together with a function. The function returns
+        whether a given shard has replicas on this axis."""
         grid = self.job.grid
         split = grid.ep.size > 1
         if grid.sizes.zero == 0 and grid.replicas.size > 1:
@@ -169,7 +170,7 @@ class Replay:
 def _odd_ones(everyone: Sequence[dict[tuple[str, str], int]]) -> tuple[str, list[int]]:
     """Return the name of the first tensor whose replicas differ, and the ranks with a wrong replica.
 
-    The most common value counts as right. If two values are equally common, all ranks with a replica are returned.
+    The most common value counts as right. If two values are the most common, return all ranks that have a replica.
     """
     for key in dict.fromkeys(key for values in everyone for key in values):
         holders = {rank: values[key] for rank, values in enumerate(everyone) if key in values}

@@ -13,7 +13,7 @@ from fourfold.training.metrics import steps_taken
 
 SAMPLE_FILE, SUMMARY_FILE, RUN_FILE, ATTEMPTS_FILE = "sample.txt", "summary.json", "run.toml", "attempts.jsonl"
 PROFILE_FILE = "profile/times.json"
-"""Times of the steps that `train --profile` has profiled. The traces are in the same folder."""
+"""File with the times of the steps that `train --profile` has profiled. The traces are in the same folder."""
 
 
 def folder_of(run: RunConfig) -> Path:

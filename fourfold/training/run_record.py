@@ -45,11 +45,11 @@ class RunRecord:
         """Print the main facts of the run, and open its files and trackers."""
         self.run, self.run_dir, self.job, self.first_step = run, run_dir, job, first_step
         training = run.training
-        # Masked tokens count too.
+        # This number includes masked tokens.
         self.tokens_per_step = training.global_batch_size * training.seq_length
         self.losses_per_step = training.global_batch_size // 2 if run.dpo.beta else self.tokens_per_step
-        """Number of losses that a step averages over if no token is masked: one per token, or one per pair of
-        answers."""
+        """Number of losses that a step averages over if no token is masked: one per token, or in preference training
+        one per pair of answers."""
         # With LoRA, the frozen weights have no gradients. This saves a third of the FLOPs of the matmuls with weights.
         self.flops = flops_per_token(run.model, training.seq_length, frozen=run.lora.rank > 0)
         on_gpu = job.device.type == "cuda"
@@ -70,8 +70,8 @@ class RunRecord:
             write_output(run_dir / RUN_FILE, to_toml(run))
         self.tracking = Tracking(run, run_dir, first_step)
         self.failure: WriteFailed | None = None
-        """The error, if the record of a step could not be written. After the next step, the trainer tells all other
-        processes that writing failed."""
+        """The error if the record of a step could not be written, else None. After the next step, the trainer tells all
+        other processes that writing failed."""
         self.startup_seconds = time.time() - place.started
         self.started = time.perf_counter()
 
@@ -89,7 +89,7 @@ class RunRecord:
         Args:
             step: Index of the step. The first step is 0.
             figures: Results of the step over all ranks.
-            seconds: Duration of the step.
+            seconds: Duration of the step in seconds.
             more: Metrics that only some runs or steps have, such as the validation loss. The key "skipped" means that
                 the step left the weights unchanged.
         """
@@ -127,8 +127,8 @@ class RunRecord:
     def _shows_experts(self, metrics: StepMetrics) -> bool:
         """Return whether to record the load of every expert in this step.
 
-        The load is recorded in the first step, the last step, and about ``EXPERT_RECORDS`` steps in between, if the
-        loss is finite.
+        The load is recorded in the first step, the last step, and about ``EXPERT_RECORDS`` steps in between. Steps
+        whose loss is not finite are left out.
         """
         last, interval = self.run.training.train_steps, self.run.metrics.log_interval
         is_due = metrics.step % max(interval, last // EXPERT_RECORDS) == 0 or metrics.step in (1, last)
@@ -230,7 +230,8 @@ def _warn_about_data(corpora: Corpora, masked: MaskStatistics | None, seq_length
 
 
 def provenance(run: RunConfig) -> dict[str, Fact]:
-    """Return the software and the corpora that a run uses. A corpus's digest changes with its texts and options."""
+    """Return labels and values that describe the software and the training corpora of a run. The digest of a corpus
+    changes if the texts of the corpus or the options of `fourfold prepare` change."""
     found: dict[str, Fact] = {
         "software": f"fourfold {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     }

@@ -18,9 +18,9 @@ def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
     training. This is slow, but it works on any grid, because it needs no key-value cache.
 
     Args:
-        job: The model on the grid. Its run file has the section [sample].
+        job: The model on the grid, and the run file with the section [sample].
         text: The text to continue.
-        tokenizer: The tokenizer.
+        tokenizer: Converts the text to tokens, and the new tokens to text.
 
     Raises:
         UserError: The logits are not finite.
@@ -30,7 +30,7 @@ def sample_text(job: Job, text: str, tokenizer: Tokenizer) -> str:
     prompt = [*begin_of(tokenizer), *tokenizer.encode_batch([text])[0]] or [tokenizer.eod_id]
     tokens, first_new = list(prompt), len(prompt)
     generator = torch.Generator().manual_seed(run.training.seed)
-    # In attention, the axis y may divide the sequences of the batch among its ranks. Each rank then needs a sequence.
+    # In attention, the ranks of the axis y may divide the batch's sequences. Then repeat the sequence for each rank.
     rows = run.parallel.y if attention_split(run) == "batch" else 1
     for _ in range(config.max_new_tokens):
         recent = tokens[-window:]

@@ -40,7 +40,7 @@ class SharedFigures(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The verdict on a step: the action to take, and the reason, which is empty if the step is good."""
+    """The verdict on a step: the action that the run takes, and the reason. The reason is empty if the step is good."""
 
     action: Literal["update", "skip", "roll_back", "stop"]
     reason: str = ""
@@ -51,11 +51,14 @@ LEFT_OUT = Verdict("skip", "its batch is left out")
 
 
 class StepChecks:
-    """Judges every step of a run. Every process calls its methods, and every process gets the same verdict.
+    """Judges every step of a run. Every process calls the methods, and every process gets the same verdict.
 
-    A bad step is written to bad_steps.jsonl in the run's folder before the run acts on it. When a killed run is
-    resumed, it reads from this file which batches to leave out. With ``checkpoint.resume = 'never'``, the old file is
-    renamed and not used.
+    A step is *bad* if its loss or gradient norm is NaN or infinite, or a spike (far above the values of recent steps).
+    An overflow of fp16 gradients does not make a step bad, because loss scaling handles the overflow.
+
+    A bad step is written to bad_steps.jsonl in the run's folder before the run acts on the step. A resumed run reads
+    from this file which batches to leave out. With ``checkpoint.resume = 'never'``, an existing file is renamed and not
+    used.
     """
 
     def __init__(self, run_dir: Path, job: Job, checkpointer: Checkpointer) -> None:
@@ -71,7 +74,7 @@ class StepChecks:
     def leaves_out(self, step: int) -> bool:
         """Return whether bad_steps.jsonl says to leave out the batch of a step (the first step is 0).
 
-        Both a rollback and repeated failures of a step add batches to this file.
+        Batches are added to this file when the run rolls back, and when a step has failed in several attempts.
         """
         return any(step + 1 in line["skips"] for line in self._left_out)
 
@@ -130,7 +133,7 @@ class StepChecks:
         )
 
     def _spike(self, loss: float, grad_norm: float) -> str | None:
-        """Return what is wrong with the step if its loss or gradient norm is a spike. Otherwise return None."""
+        """Return a phrase that describes the spike if the loss or the gradient norm is one. Otherwise return None."""
         recent, window, sigmas = self.job.recent, self.config.spike_window, self.config.spike_sigma
         for name, value, before in (("loss", loss, recent.losses), ("gradient norm", grad_norm, recent.grad_norms)):
             if len(before) >= window:
@@ -144,7 +147,8 @@ class StepChecks:
         return None
 
     def _answer(self, policy: str, step: int, complaint: str) -> Verdict:
-        """Return the verdict that the run file asks for in ``policy``, or "stop" after too many bad steps in a row."""
+        """Return the verdict on a bad step. It is ``policy`` (from the run file), or "stop" if there were too many bad
+        steps in a row, or if there is no checkpoint to return to."""
         recent = self.job.recent
         # Allow fewer skips than the run has steps. If the run skipped all of its steps, it would train nothing.
         most = min(self.config.max_in_a_row, self.run.training.train_steps - 1)
@@ -178,7 +182,7 @@ class StepChecks:
 
     def _record(self, step: int, figures: SharedFigures, verdict: Verdict) -> None:
         """Write a bad step and the indices of its samples to bad_steps.jsonl. Print what the run does about the step,
-        unless it stops."""
+        unless the run stops."""
         loss, grad_norm = (value if math.isfinite(value) else str(value) for value in figures[:2])
         line = {
             "step": step + 1,
@@ -210,7 +214,7 @@ def _done(line: dict[str, Any]) -> str:
 
 
 def _not_finite(loss: float, grad_norm: float) -> str | None:
-    """Return which value is not finite, or None if both values are finite."""
+    """Return a phrase that names the value that is not finite, or None if both values are finite."""
     for name, value in (("loss", loss), ("gradient norm", grad_norm)):
         if not math.isfinite(value):
             return f"the {name} is {value}"
@@ -218,7 +222,7 @@ def _not_finite(loss: float, grad_norm: float) -> str | None:
 
 
 def figures_of_all_ranks(result: StepResult, stopped: bool, failed: bool) -> SharedFigures:
-    """Combine the results of a step over all ranks. The function waits for the device.
+    """Combine the results of a step over all ranks. This waits until the device has computed the results.
 
     All ranks should have the same loss and the same gradient norm. The function returns the mean over the ranks.
     The mean of equal values is exactly this value. If any rank has NaN, the mean is NaN.

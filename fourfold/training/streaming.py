@@ -12,8 +12,9 @@ from fourfold.training.corpora import Corpora
 def stream_position(corpora: Corpora, steps: int) -> StreamPosition | None:
     """Return the position in the streamed dataset after ``steps`` steps, or None if the data is not streamed.
 
-    The position does not depend on the grid, so a run can continue on another grid. Every process calls this, because
-    each stream's position is known only to the process that read the stream's last sample.
+    The dataset is divided into several streams, and the result has the position of each stream. The positions do not
+    depend on the grid, so a run can continue on another grid. Every process calls this, because a stream's position is
+    known only to the process that read the stream's most recent sample.
     """
     stream = corpora.stream
     if stream is None:
@@ -37,8 +38,8 @@ def continue_stream(corpora: Corpora, checkpoint: Path | None, steps: int) -> No
     The function does nothing if the data is not streamed, or if there is no checkpoint.
 
     Args:
-        corpora: The data.
-        checkpoint: The checkpoint.
+        corpora: The run's data.
+        checkpoint: The checkpoint that the run resumes from, or None.
         steps: Number of finished steps in the checkpoint.
 
     Raises:

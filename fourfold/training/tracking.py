@@ -22,10 +22,10 @@ Numbers = Mapping[str, float]
 
 
 class Tracker(Protocol):
-    """A client that sends a run's metrics to one tracker. It is created from the run, the run's folder, and the number
-    of steps taken.
+    """A client that sends a run's metrics to one tracker, such as TensorBoard.
 
-    If steps were already taken, the client continues the earlier tracked run. A client may raise any exception.
+    Each client class is called with the run, the run's folder, and the number of steps taken. If this number is above
+    0, the client continues the earlier tracked run. A client may raise any exception.
     """
 
     def log(self, step: int, numbers: Numbers) -> None:
@@ -43,7 +43,7 @@ class TensorBoard:
 
         # An interrupted run may have written events of later steps. purge_step hides these old events.
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
-        # In Markdown, indented lines are a code block.
+        # TensorBoard shows text as Markdown, and in Markdown, indented lines are a code block.
         indented = "".join(f"    {line}\n" for line in to_toml(run).splitlines())
         self._writer.add_text("run file", indented, first_step + 1)
         self._writer.flush()
@@ -124,7 +124,7 @@ class Tracking:
                 tracker.log(step, numbers)
 
     def go_back(self, steps: int) -> None:
-        """Go back to the state after the first ``steps``. Later steps will be logged again."""
+        """Go back to the state after the first ``steps`` steps. All later steps will be logged again."""
         names = list(self._trackers)
         self.close()
         self._start(names, steps)
@@ -156,7 +156,7 @@ class Tracking:
 
     @contextmanager
     def _dropping(self, name: str) -> Iterator[None]:
-        """If the body fails, continue without the tracker."""
+        """If the ``with`` block fails, print a warning, and continue the run without this tracker."""
         try:
             yield
         except Exception as error:  # Clients raise all kinds of errors.

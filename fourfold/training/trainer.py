@@ -82,7 +82,7 @@ the run's folder."""
 
 @dataclass(frozen=True)
 class TakenStep:
-    """The results of a step whose update was applied or skipped."""
+    """The results of one step, after its update was applied or skipped."""
 
     number: int
     """Index of the step. The first step is 0."""
@@ -92,7 +92,7 @@ class TakenStep:
     """False if the weights are unchanged: the step was bad, its batch was left out, or its fp16 gradients
     overflowed."""
     extra_metrics: dict[str, float]
-    """The metrics of preference training ([dpo]), or the loss of multi-token prediction. Empty otherwise."""
+    """The metrics of preference training ([dpo]), or the loss of multi-token prediction. Empty for other runs."""
     seconds: float
 
 
@@ -101,11 +101,11 @@ def train(place: Place, run: RunConfig, callbacks: Sequence[CallbackMaker] = ())
 
     Args:
         place: The rank of this process, and the size of the job.
-        run: The run. It resumes from the checkpoint that ``checkpoint.resume`` selects.
+        run: The run's settings. ``checkpoint.resume`` selects the checkpoint that the run resumes from.
         callbacks: Functions that create the callbacks. After each step, the callbacks run in the order of this list.
 
     Returns:
-        The outcome. Every process returns its own.
+        The outcome of the job on this process.
 
     Raises:
         UserError: The run cannot start, cannot save, or diverges. Or computing a step twice gave different results.
@@ -130,10 +130,10 @@ def prepare(
 
     Args:
         place: The rank of this process, and the size of the job.
-        run: The run.
+        run: The run's settings.
         callbacks: Functions that create the callbacks.
         stop: Says whether the job has been asked to stop.
-        stack: Closes everything at the end of the run.
+        stack: Receives everything that must be closed at the end of the run.
     """
     device = choose_device(place, run.training.device)
     if run.training.float8 != "none":
@@ -198,11 +198,11 @@ class Trainer:
     replay: Replay
     stop: StopRequest
     steps: int
-    """Number of steps taken since the start of the run. A return to a checkpoint lowers it."""
+    """Number of steps taken since the start of the run. A return to a checkpoint lowers this number."""
     stopped: bool = False
     """Whether a signal or the time limit asks the run to stop. All ranks stop after the same step."""
     last_loss: float | None = None
-    """The loss of the last good step of this attempt."""
+    """The loss of the last step of this attempt that passed the checks. None if no step has passed them."""
 
     def has_next_step(self) -> bool:
         """Return False if all steps are taken or the run should stop early."""
@@ -220,7 +220,7 @@ class Trainer:
             result = StepResult.none(job.device)
         else:
             batches = micro_batches(self.corpora.train.step(step), run, job.grid.cp, job.device)
-            # Count the tokens of all ranks, because the loss is a mean over them.
+            # The loss is a mean over the tokens of all ranks, so count these tokens first.
             kept = job.count_kept(batches)
             loss = self.replay.forward_backward(step, batches, kept)
             # Leave the time of the replay check out of the step's time.
@@ -245,11 +245,11 @@ class Trainer:
         return TakenStep(step, figures, verdict, is_updated, extra, time.perf_counter() - started)
 
     def after_step(self, taken: TakenStep) -> None:
-        """Do everything after a step: validate, record the step, roll back if it was bad, call the callbacks, and save
-        a checkpoint if one is due.
+        """Validate, and record the step. Then act on the step's verdict: stop with an error, or roll back, or call the
+        callbacks and save a checkpoint if one is due.
 
         Raises:
-            UserError: The step was bad and the run file says to stop, or a required save failed.
+            UserError: The step's verdict is to stop, or a required save failed.
         """
         run, job, steps = self.run, self.job, self.steps
         validation = validate(job, self.corpora) if _is_due(steps, run.validation.interval) else {}
@@ -314,8 +314,8 @@ def _fill_weights(job: Job, corpora: Corpora, checkpoint: Path | None) -> tuple[
     """Fill the weights from the checkpoint, from a pretrained model, or from the seed.
 
     Returns:
-        The checkpoint that was loaded, and its number of steps, or (None, 0) without a checkpoint. If the given
-        checkpoint was damaged, an earlier one was loaded.
+        The checkpoint that was loaded, and its number of finished steps. (None, 0) if no checkpoint was given. If the
+        given checkpoint was damaged, another one was loaded.
     """
     run = job.run
     if run.model.from_hf is not None:

@@ -15,8 +15,9 @@ def validate(job: Job, corpora: Corpora) -> dict[str, float]:
     """Compute the mean loss of the validation batches, which are the same every time. Every process calls this.
 
     Returns:
-        ``validation_loss``, and ``ema_validation_loss`` if the run averages its weights. If the run file has a section
-        [dpo], also the metrics of ``Job.take_preferences``, with the prefix ``validation_``.
+        Metrics by name: ``validation_loss`` and, after the first update of a run that averages its weights, the loss of
+        the averaged weights as ``ema_validation_loss``. If the run file has a section [dpo], also the metrics of
+        ``Job.take_preferences``, with the prefix ``validation_``.
     """
     assert corpora.validation is not None, "open_corpora has made one"
     batches = [batch for step in range(job.run.validation.steps) for batch in corpora.validation.step(step)]
@@ -42,7 +43,7 @@ def note_validation(best: BestValidation, config: ValidationConfig, step: int, l
         best: Record of the lowest loss so far. This function updates it.
         config: The section [validation].
         step: Number of steps taken before the validation.
-        loss: The validation loss, the same on all ranks.
+        loss: The validation loss. All ranks must pass the same value.
     """
     if not math.isfinite(loss) or (best.loss is not None and not loss < best.loss - config.min_improvement):
         best.since += 1
@@ -52,10 +53,11 @@ def note_validation(best: BestValidation, config: ValidationConfig, step: int, l
 
 
 def is_exhausted(best: BestValidation, config: ValidationConfig) -> bool:
-    """Return True if the last ``validation.patience`` validations brought no improvement."""
+    """Return True if none of the last ``validation.patience`` validations had a new lowest loss. With
+    ``patience`` = 0, return False."""
     return bool(config.patience) and best.since >= config.patience
 
 
 def is_last_step(best: BestValidation, run: RunConfig, steps: int) -> bool:
-    """Return True if training ends after ``steps`` steps, because all steps are done or the loss stopped improving."""
+    """Return True if training ends after ``steps`` steps. It ends if all steps are done, or if ``is_exhausted``."""
     return steps == run.training.train_steps or is_exhausted(best, run.validation)

@@ -13,7 +13,7 @@ class WeightAverage:
     """Exponential moving average (EMA) of the trained weights, in float32.
 
     The average starts with the weights after the first update. Each later update computes average ← decay · average +
-    (1 - decay) · weight. Each element is averaged by itself, so the result is the same on every grid.
+    (1 - decay) · weight. Each element has its own average, so the result is the same on every grid.
 
     Source: Polyak and Juditsky 1992, in the form of Tarvainen and Valpola 2017, arXiv 1703.01780.
     """
@@ -21,7 +21,7 @@ class WeightAverage:
     def __init__(self, shards: Sequence[LocalShard], decay: float) -> None:
         self.shards, self.decay = list(shards), decay
         self.averages: list[Tensor] = [torch.zeros_like(shard.local, dtype=torch.float32) for shard in shards]
-        """The average of each shard, with the shape of its ``local``."""
+        """The average of each shard's weights, in the shape of the shard's local tensor."""
         self.has_begun = False
 
     @torch.no_grad()

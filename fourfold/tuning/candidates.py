@@ -1,4 +1,4 @@
-"""List the layouts that the tuner may try. For each of them, the planner predicts the step time and the memory."""
+"""List the layouts that the tuner may try. For each layout, the planner predicts the step time and the memory."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,8 +19,8 @@ KNOBS = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch_size", "schedule", 
          "recompute", "recompute_every", "offload", "batch_parts")  # fmt: skip
 """Fields of a layout that the tuner varies. We call these fields knobs."""
 SIZES = ("x", "y", "z", "dp", "cp", "pp", "ep", "micro_batch_size", "stages_per_rank", "recompute_every", "batch_parts")
-"""Knobs that are sizes. ``Candidates.features`` compares two sizes by their ratio. For any other
-knob, it only checks whether the two values are equal."""
+"""Knobs that are sizes. ``Candidates.features`` compares two sizes by their ratio. For all other knobs,
+``Candidates.features`` only checks whether two values are equal."""
 MOST = 4096
 """Largest number of candidates. If there are more legal layouts, only the layouts with the fastest predictions are
 kept. The limit saves time, because all predictions are updated after each trial."""
@@ -40,9 +40,9 @@ class Candidates:
     work: Workload
     machine: Machine
     seconds_by_part: np.ndarray
-    """Predicted seconds of a step [n, parts], in the order of ``planning.cost.step.PARTS``."""
+    """Predicted seconds of each part of a step [n, parts]. ``planning.cost.step.PARTS`` has the parts in this order."""
     needed: np.ndarray
-    """Predicted bytes of the rank that needs the most memory [n]."""
+    """Predicted bytes on the rank that needs the most memory [n]."""
     doubt: float = 1.0
     """How uncertain the predictions are: a factor on the standard deviations of their errors. Predictions for published
     runs on GPUs have the factor 1."""
@@ -59,7 +59,8 @@ class Candidates:
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """Return the fraction of the predicted step time that each part takes [n, parts]. Each row sums to one."""
+        """Return the fraction of the predicted step time that each part of the step takes [n, parts]. The fractions of
+        a layout sum to one."""
         return np.asarray(self.seconds_by_part / self.seconds[:, None])
 
     @cached_property
@@ -89,7 +90,7 @@ class Candidates:
 
 
 def candidates_of(work: Workload, machine: Machine, constants: Constants) -> Candidates:
-    """Return the layouts in ``work``, which must be legal, as candidates with predictions."""
+    """Return the layouts in ``work`` as candidates with predictions. All layouts in ``work`` must be legal."""
     needed = needed_bytes(peak_memory(work, machine), work, machine)
     needed = np.broadcast_to(needed, np.shape(work.layout.micro_batch_size))
     parts = step_parts(work, machine, constants)
@@ -100,11 +101,16 @@ def candidates_of(work: Workload, machine: Machine, constants: Constants) -> Can
 def search_candidates(
     base: Workload, machine: Machine, constants: Constants, gpus: int, limits: SearchLimits, on_gpu: bool = True
 ) -> Candidates:
-    """Return at most ``MOST`` legal layouts within the limits that may fit into memory, fastest first.
+    """Return at most ``MOST`` legal layouts within the limits that may fit into memory, fastest prediction first.
 
     Args:
-        on_gpu: Whether trials run on GPUs. On a CPU, layouts that might not fit are returned too, process groups take
-            no memory, and the predictions are less certain.
+        base: The model and its step.
+        machine: The machine that the trials run on.
+        constants: The planner's constants for the machine.
+        gpus: Number of devices of a trial.
+        limits: Limits on the layouts.
+        on_gpu: Whether trials run on GPUs. If they run on a CPU, layouts that might not fit are returned too, process
+            groups are assumed to take no memory, and ``Candidates.doubt`` is larger.
 
     Raises:
         UserError: No layout is left.

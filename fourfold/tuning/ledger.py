@@ -23,7 +23,9 @@ class Ledger:
         """Open the ledger of a search's folder, or create it.
 
         Args:
-            what: Texts that identify the search, by name. They must be equal for a search to resume.
+            folder: The search's folder.
+            what: Texts that identify the search, by name. If the folder has a ledger, these texts must equal the texts
+                in the ledger.
 
         Raises:
             UserError: The ledger is damaged, or belongs to another search.
@@ -53,7 +55,7 @@ class Ledger:
         return [Trial(self._begun[number][0], self._results[number], number) for number in sorted(self._results)]
 
     def reason(self, number: int) -> str:
-        """Return the reason why the trial was proposed, in words."""
+        """Return the reason why the trial with this number was proposed, in words."""
         return self._begun[number][1]
 
     def unfinished(self) -> list[tuple[int, int]]:

@@ -15,14 +15,14 @@ SHIFTS = np.linspace(-1.5, 1.5, 301)
 """The values that log(needed bytes / predicted bytes) may have. The model assumes one value for all layouts of a
 search."""
 APART = 0.03
-"""Standard deviation of the difference between a layout's own value of log(needed bytes / predicted bytes) and the
-value that all layouts share."""
+"""A layout's own value of log(needed bytes / predicted bytes) differs a little from the value that all layouts share.
+This is the standard deviation of the difference."""
 RARELY, FAR_OFF = 0.02, 8
 """With the probability ``RARELY``, the planner's memory prediction is far off, and the standard deviation of its error
 is ``FAR_OFF`` times as large."""
 NEVER = 1e-9
-"""Lower bound on the probability of a trial's outcome. This bound limits the effect of a trial that failed for a reason
-other than memory."""
+"""Lower bound on the probability of a trial's outcome. This bound limits the effect of a single outcome, for example of
+a trial that seems to have run out of memory but failed for another reason."""
 
 MORE_IS_MORE = ("micro_batch_size", "recompute_every")
 """Knobs for which a larger value needs more memory."""
@@ -35,24 +35,24 @@ busiest experts on one rank."""
 
 @dataclass
 class MemoryMargin:
-    """The probability distribution of needed bytes / predicted bytes. All layouts of a search share this ratio, except
-    for small differences (see ``APART``)."""
+    """The probability distribution of the ratio needed bytes / predicted bytes. All layouts of a search share this
+    ratio, except for small differences (see ``APART``)."""
 
     candidates: Candidates
     log_weight: np.ndarray = field(default_factory=lambda: _prior())
     """Logarithm of the probability of each value in ``SHIFTS``, up to a constant."""
 
     def measured(self, index: int, used: float) -> None:
-        """Update the distribution with a trial that used ``used`` bytes."""
+        """Update the distribution with a trial of candidate ``index`` that used ``used`` bytes."""
         gap = math.log(used / self.candidates.needed[index]) - SHIFTS
         self.log_weight = self.log_weight - np.minimum((gap / APART) ** 2 / 2, -math.log(NEVER))
 
     def fitted(self, index: int) -> None:
-        """Update the distribution with a trial that fit into memory."""
+        """Update the distribution with a trial of candidate ``index`` that fit into memory."""
         self.log_weight = self.log_weight + np.log(1 - self._out(np.array([index]))[:, 0] + NEVER)
 
     def ran_out(self, index: int) -> None:
-        """Update the distribution with a trial that ran out of memory."""
+        """Update the distribution with a trial of candidate ``index`` that ran out of memory."""
         self.log_weight = self.log_weight + np.log(self._out(np.array([index]))[:, 0] + NEVER)
 
     def p_out(self) -> np.ndarray:

@@ -31,12 +31,15 @@ class MeasuredRates:
     gpus_per_node: int
     nodes: int
     memory: float
+    """Bytes of the GPU's memory. On a CPU, bytes of the host's memory divided by the job's processes on this host."""
     units: int
+    """Number of the GPU's multiprocessors. 1 on a CPU."""
     matmuls: dict[str, dict[str, float]] = field(default_factory=dict)
     """FLOP/s by shape (m×n×k), and by memory layout of the two operands (N: as stored, T: transposed)."""
     fp32_matmul: float = 0.0
     memory_bandwidth: float = 0.0
     attention: float = 0.0
+    """FLOP/s of the forward and backward pass of causal attention."""
     launch: float = 0.0
     """Seconds of host time for one small operation."""
     all_reduce: dict[int, dict[int, float]] = field(default_factory=dict)
@@ -90,7 +93,8 @@ def measure(place: Place) -> MeasuredRates:
 
 
 def _fastest(run: Callable[[], object], device: torch.device, times: int | None = None) -> float:
-    """Return the seconds of the fastest of ``times`` repetitions. Without ``times``, repeat for ``SECONDS_PER_POINT``.
+    """Run ``times`` repetitions, and return the seconds of the fastest one. Without ``times``, repeat for
+    ``SECONDS_PER_POINT`` seconds.
 
     Collectives need ``times``, because all ranks must call a collective equally often.
     """
@@ -104,7 +108,7 @@ def _fastest(run: Callable[[], object], device: torch.device, times: int | None 
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one repetition."""
+    """Return the seconds of one call of ``run``."""
     if device.type == "cuda":
         return gpu_seconds(run, 1)
     begin = time.perf_counter()

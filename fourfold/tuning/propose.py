@@ -1,9 +1,9 @@
-"""Propose the next trial of a search. Of the layouts that probably fit into memory, try the one with the lowest lower
-bound on its step time.
+"""Propose the next trial of a search. Of the layouts that probably fit into memory, try the layout with the lowest
+lower bound on its step time.
 
 The first trial follows the planner's predictions. After each trial, ``residual`` corrects the predicted times, and
 ``memory_margin`` corrects the predicted memory. If no new layout is likely to be better, layouts that are within noise
-of the best one are tried again.
+of the best layout are tried again.
 """
 
 import math
@@ -39,7 +39,8 @@ with the lowest lower bounds."""
 
 @dataclass(frozen=True)
 class Proposal:
-    """The layout to try next. If ``index`` is None, the search ends. ``why`` gives the reason in words."""
+    """The layout to try next, or the end of the search. ``index`` is the layout's index among the candidates, or None
+    if the search ends. ``why`` gives the reason in words."""
 
     index: int | None
     why: str
@@ -103,8 +104,8 @@ def posterior_of(candidates: Candidates, timed: Sequence[Trial]) -> Posterior:
 
 
 def noise_between_runs(timed: Sequence[Trial]) -> float:
-    """Return the standard deviation of the logarithm of the step time between equal runs, estimated from repeated
-    trials with ``NOISE`` as prior."""
+    """Estimate the standard deviation of the logarithm of the step time between equal runs, from repeated trials and
+    from the prior ``NOISE``."""
     logs: dict[int, list[float]] = {}
     for trial in timed:
         assert trial.result.seconds is not None
@@ -115,8 +116,8 @@ def noise_between_runs(timed: Sequence[Trial]) -> float:
 
 
 def incumbent(belief: Posterior, timed: Sequence[Trial]) -> int:
-    """Return the index of the layout with the lowest expected step time among the layouts with a finished trial. If no
-    trial has finished, consider all layouts in ``timed``."""
+    """Return the index of the layout with the lowest expected step time among the layouts with a finished trial (with
+    the outcome "done"). If no trial has finished, consider all layouts in ``timed``."""
     done = [trial for trial in timed if trial.result.outcome == "done"] or timed
     indices = sorted({trial.index for trial in done})
     return indices[int(np.argmin(belief.mean[indices]))]
@@ -129,7 +130,7 @@ def eligible(candidates: Candidates, trials: Sequence[Trial]) -> np.ndarray:
 
     - It probably fits into memory.
     - No trial has run out of memory with a layout that is certain to need at most as much memory.
-    - None of its trials has failed, and it has had fewer than ``MOST_TRIALS_OF_ONE`` trials.
+    - All of its trials had the outcome "done", and it has had fewer than ``MOST_TRIALS_OF_ONE`` trials.
     - None of its knob values is known to crash.
     """
     may = p_out(candidates, trials) <= MOST_LIKELY_OUT
@@ -161,7 +162,7 @@ def chance_of_better(belief: Posterior, bound: np.ndarray, best: int, seed: int 
     Args:
         belief: The joint distribution of the step times of all layouts.
         bound: The lower bound on each layout's step time [n]. Only the ``DRAWN`` layouts with the lowest bounds are
-            considered, and no layout with an infinite bound.
+            considered. Layouts with an infinite bound are ignored.
         best: Index of the best layout.
         seed: Seed of the random draws.
     """

@@ -53,7 +53,7 @@ class Posterior:
     """A matrix M [trials, n]. The covariance is the prior covariance minus MᵀM."""
     candidates: Candidates
     scale: float
-    """The most likely factor on the standard deviations of parts and remainder."""
+    """The most likely factor on the standard deviations of the parts and the remainder (see ``SCALES``)."""
 
     def covariance(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Return the posterior covariance of log seconds between each candidate in ``one`` and each candidate in
@@ -96,8 +96,8 @@ def posterior(candidates: Candidates, index: np.ndarray, seconds: np.ndarray, no
 
     Args:
         candidates: The candidates.
-        index: The candidate of each trial.
-        seconds: The measured step time of each trial.
+        index: The index of each trial's candidate.
+        seconds: The measured step time of each trial in seconds.
         noise: The standard deviation of the logarithm of each measured step time.
     """
     ratio = np.log(seconds) - np.log(candidates.seconds[index])
@@ -110,8 +110,8 @@ def posterior(candidates: Candidates, index: np.ndarray, seconds: np.ndarray, no
 
 
 def _likeliest_scale(candidates: Candidates, index: np.ndarray, ratio: np.ndarray, noise: np.ndarray) -> float:
-    """Return the most likely factor on the standard deviations of parts and remainder, given the trials and the
-    factor's prior."""
+    """Return the most likely factor on the standard deviations of the parts and the remainder (see ``SCALES``), given
+    the trials and the factor's prior."""
     usual = candidates.doubt
     one, both = prior_covariance(candidates, index, index, 0.0), prior_covariance(candidates, index, index, 1.0)
     best, found = -np.inf, usual

@@ -31,9 +31,10 @@ from fourfold.training.machine_memory import GPUS
 from fourfold.tuning.candidates import search_candidates
 
 SEQUENCES = {"cpu": 16, "cuda": 64}
-"""Default number of sequences per step. It is rounded up to a multiple of the number of processes."""
+"""For each device, the default number of sequences per step. It is rounded up to a multiple of the number of
+processes."""
 LONGEST = {"cpu": 256, "cuda": 1024}
-"""Largest default of training.seq_length."""
+"""For each device, the largest default of training.seq_length."""
 EPOCHS = 4
 """Passes over the data if a model is trained from scratch. Up to four passes are almost as good as new data
 (Muennighoff et al. 2023, arXiv 2305.16264). A pretrained model is trained for one pass."""
@@ -56,12 +57,12 @@ def run_for_data(
         model: Name of a preset, folder of a Hugging Face model, or its id on the Hub.
         data: A prepared corpus, or an input that ``prepare_with_defaults`` takes.
         processes: Number of processes. Default: the number of this machine's GPUs, or 1 on a CPU.
-        steps: Number of steps. Default: one pass over the data for a pretrained model, and otherwise ``EPOCHS`` passes,
-            within limits.
+        steps: Number of steps. Default: one pass over the data for a pretrained model. Otherwise ``EPOCHS`` passes, but
+            at most ``TOKENS_PER_PARAMETER`` tokens per parameter, and at least ``LEAST_STEPS`` steps.
         overrides: Overrides of the chosen run file, ``section.key=value``.
 
     Returns:
-        The run, and its run file without the keys that have their default.
+        The run, and the text of its run file without the keys that have their default.
 
     Raises:
         UserError: The model, the data, or an override is wrong, or no grid fits.
@@ -81,7 +82,7 @@ def run_for_data(
     corpus = data if idx_path(data).is_file() else _prepare(data, draft)
     tokens = IndexedDataset(corpus).tokens
     _add_data(table, corpus)
-    # Cut the corpus into at least eight sequences. Their length is a power of two.
+    # The corpus must give at least eight sequences. Limit their length to a power of two that ensures this.
     longest = min(LONGEST[device], 1 << max(0, (tokens // 8).bit_length() - 1))
     batch = {"global_batch_size": count * math.ceil(SEQUENCES[device] / count), "precision": "bf16" if gpus else "fp32"}
     table["training"] |= {**batch, "seq_length": min(longest, draft.model.max_position_embeddings)}
@@ -105,7 +106,8 @@ def _make(table: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
 
 
 def _world_size(overrides: Sequence[str]) -> int:
-    """Return the number of processes of the grid that the overrides choose. The schema checks wrong sizes later."""
+    """Return the number of processes of the grid that the overrides choose. Ignore invalid sizes, because the schema
+    checks them later."""
     table: dict[str, Any] = {}
     for override in overrides:
         apply_override(table, override)
@@ -124,7 +126,7 @@ def local_gpus() -> tuple[int, float]:
 
 
 def _prepare(data: str, run: RunConfig) -> str:
-    """Prepare the corpus corpora/NAME for the run with this name, and return its prefix."""
+    """Prepare the corpus corpora/NAME, where NAME is the run's name. Return the corpus's path without extension."""
     folder, prefix = None, Path("corpora") / run.name
     if run.model.from_hf is not None:
         from fourfold.huggingface.model_folder import SMALL_FILES  # This import takes seconds.
@@ -142,7 +144,8 @@ def _prepare(data: str, run: RunConfig) -> str:
 
 
 def _add_data(table: dict[str, Any], corpus: str) -> None:
-    """Add the section [data], a prompt for the sample, and the vocabulary of a model that is trained from scratch."""
+    """Add the section [data] and a prompt for the sample. If the model is trained from scratch, also add its vocabulary
+    size."""
     manifest, held_out = read_manifest(corpus), validation_prefix(corpus)
     table["data"] = {"train": [{"path": corpus}]}
     if idx_path(held_out).is_file():

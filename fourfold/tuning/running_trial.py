@@ -28,9 +28,9 @@ class RunningTrial:
 
     - number: its number in the ledger.
     - index: the index of its layout among the candidates.
-    - slot: its position among the concurrent trials. On GPUs, it selects the devices of the trial.
+    - slot: its position among the concurrent trials. On GPUs, the slot selects the devices of the trial.
     - timeout: if the trial still runs this number of seconds after its start, it counts as hung.
-    - memory_limit: bytes that one device may use. On a CPU, it is the limit of one process. None sets no limit.
+    - memory_limit: bytes that one device may use, or on a CPU, bytes that one process may use. None sets no limit.
     """
 
     number: int
@@ -102,7 +102,7 @@ class RunningTrial:
 
 def reason_in(log: Path) -> str:
     """Return why a trial ended, according to its log, in at most 300 characters. If fourfold itself printed messages,
-    return the last of these. Otherwise return the last line of the log, such as the end of a traceback. Return an empty
+    return the last message. Otherwise return the last line of the log, such as the end of a traceback. Return an empty
     text if there is no log."""
     lines = [line.strip() for line in _end_of(log).decode("utf-8", "replace").splitlines() if line.strip()]
     ours = [line.removeprefix("fourfold: ") for line in lines if line.startswith("fourfold: ")]

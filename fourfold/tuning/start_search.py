@@ -103,8 +103,8 @@ def _machine_name(given: str | None, run: RunConfig, on_gpu: bool) -> str:
 
 
 def _locally(gpus: int) -> Start:
-    """Return a function that starts trials on this machine. If ``gpus`` > 0, each concurrent trial gets its own GPUs,
-    and ``gpus`` is their number."""
+    """Return a function that starts trials on this machine. Each concurrent trial gets ``gpus`` GPUs of its own. If
+    ``gpus`` is 0, trials run on the CPU."""
     visible = next((os.environ[name] for name in VISIBLE if os.environ.get(name)), "")
 
     def start(run_file: Path, folder: Path, slot: int) -> LocalTrial:

@@ -94,7 +94,7 @@ TrialProcess = LocalTrial | SlurmTrial
 
 
 def cancel(folder: Path) -> None:
-    """Cancel a trial's job. Do nothing if it was never submitted or has ended."""
+    """Cancel a trial's SLURM job. Do nothing if the job was never submitted or has ended."""
     if (folder / SCRIPT).is_file():
         with contextlib.suppress(FileNotFoundError):
             subprocess.run(["scancel", f"--name={_job_name(folder)}"], check=False, capture_output=True)

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 TrialOutcome = Literal["done", "hopeless", "out of memory", "crashed", "hung", "refused"]
 """Ways in which a trial can end. A "hopeless" trial was ended early, because its first steps were far slower than the
-best trial's steps. A "refused" trial was not a legal run."""
+best trial's steps. A "refused" trial ended with a ``UserError``, for example because its run file is illegal."""
 OUTCOMES: tuple[TrialOutcome, ...] = get_args(TrialOutcome)
 
 

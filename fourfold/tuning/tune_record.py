@@ -32,6 +32,7 @@ class TrialRecord:
     number: int
     layout: str
     knobs: dict[str, float]
+    """The layout's value of each knob (``candidates.KNOBS``)."""
     predicted_seconds: float
     """Predicted step time in seconds, with the constants that the search started with."""
     result: TrialResult
@@ -53,6 +54,7 @@ class TuneRecord:
     """Number of candidates: legal layouts that may fit into memory."""
     trials: list[TrialRecord]
     best: str
+    """The layout with the lowest expected step time, in one line."""
     best_seconds: float
     """Measured step time of the best layout in seconds, as the median over its trials."""
     predicted_first: str
@@ -79,7 +81,9 @@ def finish(search: Search, base: Machine, end: Proposal) -> TuneRecord:
     run file, the calibrated machine file, and the record.
 
     Args:
+        search: The search.
         base: The machine as its file describes it.
+        end: The last proposal, which says why the search ended.
 
     Raises:
         UserError: No trial has finished, or a file cannot be written.

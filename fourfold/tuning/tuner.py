@@ -72,11 +72,11 @@ class Subject:
         return self.candidates.machine
 
     def prediction(self, index: int) -> Prediction:
-        """Return the planner's prediction for a candidate."""
+        """Return the planner's prediction for the candidate at ``index``."""
         return predict(self.candidates.point(index), self.machine, self.constants)
 
     def run(self, index: int) -> RunConfig:
-        """Return the run with a candidate's layout."""
+        """Return the run file's run with the layout of the candidate at ``index``."""
         return planned_run(self.request, self.prediction(index))
 
     def fingerprint(self) -> dict[str, str]:
@@ -139,8 +139,8 @@ class Search:
         )
 
     def _take_up(self) -> None:
-        """Record the results of trials that finished while no search was running. All other unfinished trials will
-        start again."""
+        """Take over the trials without a result that a killed search has left. If such a trial has finished in the
+        meantime, record its result. Otherwise the trial will start again."""
         for number, index in self.ledger.unfinished():
             folder = self._folder_of(number)
             run = trial_run(self.subject.run(index), folder, self.settings.steps)
@@ -153,8 +153,8 @@ class Search:
                 self._interrupted.append((number, index))
 
     def _fill(self) -> Proposal | None:
-        """Start trials until all slots are taken, and return None. If nothing is left to start, return the reason as a
-        proposal without a layout."""
+        """Start trials until all slots are taken, and return None. If no further trial should start, return the reason
+        as a proposal without a layout."""
         while len(self._running) < self.settings.at_once:
             trials = self.ledger.trials()
             if len(trials) + len(self._running) >= self.settings.trials:
@@ -208,7 +208,7 @@ class Search:
 
 
 def best_of(candidates: Candidates, trials: Sequence[Trial]) -> int | None:
-    """Return the index of the layout with the lowest expected step time among the layouts with a finished trial, or
-    None if there is none."""
+    """Return the index of the layout with the lowest expected step time among the layouts with a finished trial. Return
+    None if no trial has finished."""
     done = [trial for trial in trials if trial.result.outcome == "done"]
     return incumbent(posterior_of(candidates, done), done) if done else None

@@ -1,2 +1,2 @@
-"""Verify the training step. Parity compares the step's results with the results of one process. A trace counts
-every byte that the step stores and sends."""
+"""Verify the training step. The parity check compares the results of a grid of processes with the results of one
+process. The trace counts every byte that one rank stores and sends in a step."""

@@ -27,10 +27,10 @@ def audit_deviations(job: Job, references: list[Reference], amplification: float
     Args:
         job: The job to audit.
         references: On rank 0, the same model on one process in float32 and in float64. Empty on other ranks.
-        amplification: See ``deviation.amplification``.
+        amplification: Factor by which the run amplifies rounding errors (see ``deviation.amplification``).
 
     Returns:
-        On rank 0, the deviation of each score field (see ``FIELDS``). Empty on other ranks.
+        On rank 0, the deviation of each field of the scores (see ``FIELDS``). Empty on other ranks.
     """
     documents = _documents(job)
     scored = GridScorer(job, SAMPLING).score(documents)
@@ -57,8 +57,8 @@ def audit_deviations(job: Job, references: list[Reference], amplification: float
 
 
 def _documents(job: Job) -> list[NDArray[np.int64]]:
-    """Return random documents, at least one more than the grid can score in one pass. The shortest document has two
-    tokens, and the longest document fills a whole window."""
+    """Return random documents. There are more of them than the grid can score in one pass. The shortest document has
+    two tokens, and the longest document fills a whole window."""
     draw, longest = np.random.default_rng(job.run.training.seed), job.run.training.seq_length + 1
     count = job.run.training.micro_batch_size * job.grid.batch.size + 1
     lengths = [2, longest, *draw.integers(2, longest, max(0, count - 2), endpoint=True)]

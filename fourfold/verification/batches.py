@@ -15,12 +15,12 @@ from fourfold.training.corpora import micro_batches
 
 
 class RandomSamples:
-    """Random token samples for a loader. Each sample depends only on its index.
+    """Random token samples for a loader. In a given run, each sample depends only on its index.
 
     The samples are as uneven as real data can be:
 
     - Sequences and micro-batches have very different numbers of labels in the loss (see ``kept``).
-    - The vocabulary is divided into eighths, and one token in sixteen is the first or the last token of an eighth. The
+    - The vocabulary is divided into eighths, and one token in sixteen has the first or the last id of an eighth. The
       tensor-parallel axis x may split the vocabulary there.
     - Documents have random lengths. In every fourth sequence, several consecutive documents have only one token. In
       another fourth of the sequences, a document starts at each eighth of the sequence. The context-parallel axis cp
@@ -63,8 +63,8 @@ class RandomSamples:
         return Windows(tokens, documents, numbers, self.look_back, answers, self._reference(numbers, kept), ~is_padding)
 
     def kept(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Choose at random which labels are in the loss, [samples, S]. Padding and the masks of the run file may drop
-        more labels.
+        """Choose at random which labels are in the loss, as bool [samples, S]. In addition, padding and the masks of
+        the run file may drop labels.
 
         The share of labels in the loss falls from 1 in the first sequence of a batch to 1/20 in the last sequence. Two
         micro-batches are special, and their positions change from step to step:
@@ -92,8 +92,8 @@ class RandomSamples:
         return np.where(generator.random(length) < 1 / 16, borders, anywhere)
 
     def _is_micro_batch(self, numbers: NDArray[np.int64], place: int) -> NDArray[np.bool_]:
-        """Return for each sample whether it is in micro-batch (``place`` + s) mod n of its step. Here s is the index of
-        the step, and n is the number of micro-batches in a step."""
+        """Return for each sample whether it is in the micro-batch with index (``place`` + s) mod n of its step. Here s
+        is the index of the step, and n is the number of micro-batches in a step."""
         step, micro_batch = numbers // self.batch, numbers % self.batch // self.micro_batch
         found: NDArray[np.bool_] = micro_batch == (step + place) % (self.batch // self.micro_batch)
         return found
@@ -112,8 +112,8 @@ class RandomSamples:
         return documents - documents[:, self.look_back, None]
 
     def _is_padding(self, numbers: NDArray[np.int64], documents: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Choose which tokens of each window are padding, [samples, S + 1]. Change ``documents`` in place, so that the
-        padding at the end of a window is a separate document."""
+        """Choose which tokens of each window are padding, as bool [samples, S + 1]. The function changes ``documents``
+        in place: the padding at the end of a window becomes a separate document."""
         most = self.seq_length + 1
         data = np.array([np.random.default_rng((4, number)).integers(most // 2, most + 1) for number in numbers])
         is_end = (numbers % 2 == 1)[:, None] & (np.arange(most) >= data[:, None])
@@ -123,8 +123,8 @@ class RandomSamples:
         return found
 
     def _reference(self, numbers: NDArray[np.int64], kept: NDArray[np.bool_]) -> NDArray[np.float32] | None:
-        """Return random log-probabilities for the DPO reference model, or None without DPO. They are close to the
-        log-probabilities of an untrained model, so no DPO margin is far from zero."""
+        """Return a random log-probability under the DPO reference model for each sample, or None without DPO. It is
+        close to the log-probability under an untrained model, so no DPO margin is far from zero."""
         if not self.beta:
             return None
         even = -np.log(self.vocab_size) * kept.sum(1)

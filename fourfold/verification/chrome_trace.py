@@ -22,7 +22,7 @@ PROCESS_OF_FLIGHTS = 1 << 30
 
 
 class NamedSpan(NamedTuple):
-    """The axis, the name, and the time span of one collective."""
+    """The grid axis, the name, and the time span (in µs) of one collective."""
 
     axis: str
     name: str
@@ -30,30 +30,31 @@ class NamedSpan(NamedTuple):
 
 
 class ChromeTrace:
-    """The events of a file in the Trace Event Format."""
+    """The events in a trace file of torch's profiler (Trace Event Format, JSON)."""
 
     def __init__(self, path: Path) -> None:
         self._record: dict[str, Any] = json.loads(path.read_bytes(), strict=False)
         self._events: list[dict[str, Any]] = self._record["traceEvents"]
 
     def span(self, start: int, end: int) -> Span:
-        """Convert two values of ``time.time_ns`` to the time scale of the trace."""
+        """Convert a start and an end, as given by ``time.time_ns``, to the time scale of the trace (µs)."""
         origin = int(self._record["baseTimeNanoseconds"])
         return (start - origin) / 1000, (end - origin) / 1000
 
     def operators(self, mark: str) -> list[Span]:
-        """Return the CPU computation of the step's thread. This is the thread with a profiler range named ``mark``."""
+        """Return the time spans in which the step's thread computed on the CPU. This thread has a profiler range with
+        the name ``mark``."""
         thread = next(event["tid"] for event in self._events if event["name"] == mark)
         events = (event for event in self._events if event.get("cat") == "cpu_op" and event["tid"] == thread)
         return [_span(event) for event in events if OPERATOR.match(event["name"])]
 
     def kernels(self) -> list[Span]:
-        """Return the GPU computation: all kernels except NCCL's."""
+        """Return the time spans in which the GPU computed: the spans of all kernels except NCCL's."""
         return [_span(event) for event in self._of_category("kernel") if not _is_nccl(event)]
 
     def nccl_kernels(self, axis_of: Mapping[str, str]) -> list[NamedSpan]:
-        """Return NCCL's kernels, each with its grid axis. The axis is "other" if the kernel was launched outside the
-        ranges in ``axis_of``.
+        """Return the axis, the name, and the time span of each NCCL kernel. The axis is "other" if the kernel was
+        launched outside the ranges in ``axis_of``.
 
         Args:
             axis_of: Maps the names of profiler ranges to axes. Each range surrounds the call that issues a collective.
@@ -77,7 +78,7 @@ class ChromeTrace:
         return found
 
     def write(self, path: Path, flights: Iterable[NamedSpan]) -> None:
-        """Write the trace, compressed. Additional tracks show when each axis had a collective in flight."""
+        """Write the trace to a compressed file. Additional tracks show the collectives ``flights``, by axis."""
         # Viewers need several tracks for overlapping events, so assign each event to a free track of its axis.
         lanes: dict[tuple[str, int], float] = {}
         events: list[dict[str, Any]] = []

@@ -1,5 +1,5 @@
-"""Name the axis, the operation, and the purpose of each collective, including FSDP2's collectives. The axis follows
-from the process group."""
+"""Name the axis, the operation, and the purpose of each collective, including FSDP2's collectives. The collective's
+process group determines the axis."""
 
 import torch.distributed as dist
 
@@ -9,8 +9,8 @@ from fourfold.verification.exposure import Line
 
 DATA_AXES = ("z", "dp", "cp", "dp_cp", "dp_z", "dp_cp_z", "ep_replicas", "ep_copies", "ep_shards")
 FSDP_PURPOSE = {"all_gather": "weights", "reduce_scatter": "gradients", "all_reduce": "gradients"}
-"""What each of FSDP2's collectives transfers. FSDP2 issues only these three operations, and does not name their purpose
-itself."""
+"""The purpose of each of FSDP2's collectives, by operation. FSDP2 issues only these three operations, and does not name
+their purpose itself."""
 
 
 class CollectiveNames:
@@ -19,8 +19,8 @@ class CollectiveNames:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._axis_of_group: dict[str, str] = {}
-        # Register the ep group here. ``_axis_of`` finds an axis by its ranks, and ep may have the same ranks as another
-        # axis.
+        # Register the group of the axis ep here. ``_axis_of`` finds other axes by their ranks, but ep may have the same
+        # ranks as another axis.
         if grid.ep.size > 1:
             self._axis_of_group[grid.ep.group.group_name] = "ep"
         for levels in grid.levels.values():
@@ -30,11 +30,12 @@ class CollectiveNames:
                 self._axis_of_group[inside.group.group_name] = f"{axis} inside nodes"
 
     def line(self, operation: str, group: dist.ProcessGroup) -> Line:
-        """Return the axis, operation, and purpose of the collective that is being issued.
+        """Return the axis, the operation, and the purpose of the collective that is being issued.
 
         Args:
             operation: torch's name of the operation. If ``PURPOSE`` is set and names an operation, this function
                 returns that name instead of torch's name.
+            group: The process group of the collective.
         """
         axis, purpose = self._axis_of(group), PURPOSE.get()
         if purpose is not None:

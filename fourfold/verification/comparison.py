@@ -46,11 +46,12 @@ the error may be.
 
 
 class Comparison:
-    """Compares a job on the grid with reference models. The references run on rank 0 and take the same steps."""
+    """Compares a job on the grid with two reference models on one process, in float32 and in float64. The references
+    run on rank 0, and take the same steps as the job."""
 
     def __init__(self, job: Job, against: Against) -> None:
-        """If routers have biases, change these so that experts get uneven loads. Then create the references with the
-        job's weights.
+        """Prepare the job and the references. If routers have biases, change the biases so that experts get uneven
+        loads. Then create the references with the job's weights.
 
         Raises:
             UserError: ``against`` is "transformers", and the transformers library is missing or has no such model.
@@ -64,11 +65,11 @@ class Comparison:
         self.skewed: dict[str, Tensor] = {}
         """The weights before the first step: the initial weights with skewed router biases. Only rank 0 has them."""
         self.steps: dict[int, float] = {}
-        """The clipping limit of each step that the references have taken."""
+        """The steps that the references have taken. Maps the index of a step to its clipping limit."""
         self.references: list[Reference] = []
         self.update_noise: dict[str, float] = {}
-        """How far rounding errors in one process's gradients can move the weights through AdamW's updates, by tensor
-        name. The values are sums over the steps."""
+        """How far the rounding errors in the gradients of one process can move the weights through AdamW's updates, by
+        tensor name. Each value is a sum over all steps so far."""
         if against == "transformers":
             # If transformers cannot compute this model, fail on every process now, not later on rank 0 alone.
             config_of(job.run.model)
@@ -82,7 +83,7 @@ class Comparison:
         self.references = self._references(job.run, job.device, weights)
 
     def step(self, job: Job, step: int) -> None:
-        """Take one step on the grid and with the references, and compare all results.
+        """Take one training step on the grid and with the references, and compare all results of the step.
 
         Raises:
             UserError: The loss has no label in this step.
@@ -117,14 +118,15 @@ class Comparison:
         self._compare_averages("averages", job)
 
     def resumed(self, run: RunConfig, other: ParallelConfig, place: Place, overflows: bool) -> None:
-        """Train a run with the trainer itself, resume it on another grid, and compare the recorded metrics and the
+        """Train a run with the trainer itself, and resume it on another grid. Then compare the recorded metrics and the
         weights with the references.
 
-        If the trainer stops with an error after parity has found a deviation, report the error as a deviation.
+        If the trainer stops with an error, but parity has already found a deviation, report the error as one more
+        deviation.
 
         Args:
             run: The run.
-            other: The other grid.
+            other: The grid that the run is resumed on.
             place: The rank of this process, and the size of the job.
             overflows: Whether the gradients of one step overflow on purpose.
 
@@ -153,7 +155,8 @@ class Comparison:
                 shutil.rmtree(run.output_dir, ignore_errors=True)
 
     def dropped_step(self, job: Job, step: int) -> None:
-        """Drop a step, as training does when gradients overflow. The references do not take this step.
+        """Compute a step on the grid, but drop its update, as training does when gradients overflow. The references do
+        not take this step.
 
         In models with experts, do nothing: a dropped step changes the recorded load of the experts on the grid, but not
         in the references.
@@ -169,15 +172,15 @@ class Comparison:
             job.update(step, math.inf)
 
     def _validated(self, job: Job, micro_batches: Sequence[MicroBatch[Tensor]]) -> list[Deviation]:
-        """Evaluate the first step's samples as validation does, and compare the loss."""
+        """Evaluate the first step's samples as validation does, and compare the loss with the references."""
         loss = job.evaluate(micro_batches)
         batch = random_batch(job.run, 0, job.device) if self.references else None
         of_references = [reference.evaluate(batch)["loss"] for reference in self.references if batch is not None]
         return [self._deviation("loss", loss, *of_references)] if of_references else []
 
     def _of_gradients(self, gradients: dict[str, Tensor], one: Figures, exact: Figures) -> list[Deviation]:
-        """Compare the gradients of a step. If a gradient deviates too far, measure how much random rounding changes
-        it."""
+        """Compare the gradients of a step. If a gradient deviates too far, measure with random rounding how large its
+        error on one process can be, and compare again."""
         results = gradients, one.gradients, exact.gradients
         least = max(1.0, self.amplification / OF_GRADIENTS)
         found = deviations(*results, None, least)
@@ -195,14 +198,15 @@ class Comparison:
 
     def _noise(self) -> dict[str, float]:
         """Return how far float32 rounding errors can move the weights, by tensor name. Tensors that Muon updates have
-        no entry.
+        no value.
 
         Lion limits each update to ±1, which hides most rounding errors. By chance, different errors stay visible on the
-        grid and on one process. So the value for Lion is the deviation of one process without this limit.
+        grid and on one process. So the value of a tensor that Lion updates is the deviation that one process would have
+        without this limit.
 
-        AdamW hides rounding errors in gradients that are far above eps, because the size of the update does not depend
-        on the size of such a gradient. If a gradient is far below eps, AdamW multiplies its rounding error by lr / eps.
-        So the value for AdamW is ``update_noise``, which assumes this factor for all entries.
+        If a gradient is far above eps, AdamW hides its rounding error, because the size of the update does not depend
+        on the size of the gradient. If a gradient is far below eps, AdamW multiplies its rounding error by lr / eps. So
+        the value of a tensor that AdamW updates is ``update_noise``, which assumes this factor for all gradients.
         """
         one, exact = (reference.uncut_weights() for reference in self.references)
         return {**self.update_noise, **largest_differences(one, exact)}
@@ -230,8 +234,8 @@ class Comparison:
         self.deviations.setdefault(quantity, []).extend(found)
 
     def gather(self, shards: Sequence[LocalShard], tensors: Sequence[Tensor]) -> dict[str, Tensor] | None:
-        """Join the shards of all processes, and return the full tensors by name on rank 0. Return None on other ranks.
-        Also record how much replicas of the same shard differ."""
+        """Join the shards of all processes. Return the full tensors by name on rank 0, and None on other ranks. Also
+        record the largest difference between two processes' copies of the same shard."""
         parts = gather_parts(shards, tensors)
         if parts is None:
             return None

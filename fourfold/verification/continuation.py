@@ -17,7 +17,7 @@ from fourfold.config.stages import rank_of_stage, stage_layers, stages_per_rank
 
 
 class ContinuedRun(NamedTuple):
-    """The size of the part of a run that one pipeline rank computes."""
+    """The size of a run, as far as the trace of one of its pipeline ranks depends on it."""
 
     layers: int
     """Number of layers in each of the rank's stages."""
@@ -25,12 +25,12 @@ class ContinuedRun(NamedTuple):
     pp: int
     pp_rank: int
     before: int
-    """Number of layers before the rank's first stage."""
+    """Number of the model's layers that come before the rank's first stage."""
 
 
 def point_of(run: RunConfig, pp_rank: int) -> ContinuedRun:
-    """Return the size of one pipeline rank's part of the full run. If the rank's stages differ in size, ``layers`` is
-    the size of the largest stage."""
+    """Return the size of the full run for one pipeline rank. If the rank's stages differ in size, ``layers`` is the
+    size of the largest stage."""
     stages = layers_of_rank(run, pp_rank)
     layers = max(len(layers) for layers in stages)
     return ContinuedRun(layers, run.gradient_accumulation_steps, run.parallel.pp, pp_rank, stages[0].start)
@@ -43,11 +43,12 @@ def layers_of_rank(run: RunConfig, pp_rank: int) -> list[range]:
 
 
 def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[ContinuedRun]:
-    """Return the sizes of small runs whose traces are extrapolated to one pipeline rank's part of the full run.
+    """Return the sizes of the small runs to trace, so that the trace of one pipeline rank of the full run can be
+    extrapolated from them.
 
     There are one, two, or four sizes. If the run is small, the only size is the size of the run itself.
 
-    Every layer is traced in two cases, because the cost is then not linear in the number of layers:
+    Every layer is traced in two cases, because the traced values are then not linear in the number of layers:
 
     - With Muon and several ranks per stage, each matrix is updated by only one rank.
     - With ``timed`` and replicated weights, the step waits for the sums of gradients over the replicas only at its end.
@@ -71,8 +72,8 @@ def small_points(run: RunConfig, pp_rank: int, timed: bool = False) -> list[Cont
         # extrapolate from runs with three and with four micro-batches.
         pipelines = [target._replace(micro_batches=m) for m in (3, 4)]
     # Only a few layers differ from their neighbors: the first and last ones, and the layers whose weights are gathered
-    # ahead. With a single micro-batch, trace one more layer, because only a model with several layers has more memory
-    # for gradients than for activations. If the model begins with dense layers, trace these in addition.
+    # ahead. With a single micro-batch, trace one more layer: gradients need more memory than activations only if there
+    # are several layers, as in the full run. If the model begins with dense layers, trace these in addition.
     few = (3 if target.micro_batches > 1 else 4) + run.overlap.weight_prefetch
     few += max(run.model.first_k_dense_replace - target.before, 0)
     # Layers form a repeating pattern, because only every n-th block recomputes, and attention types alternate. So the
@@ -98,14 +99,14 @@ def _type_period(run: RunConfig) -> int:
 
 
 def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]:
-    """Return small 1F1B pipelines to trace instead of the rank's pipeline.
+    """Return the sizes of small 1F1B pipelines to trace instead of the full pipeline.
 
-    If more than three stages follow the rank and the micro-batches fill the pipeline, return two shorter pipelines,
-    with two and with three stages after the rank. Otherwise keep the number of stages, and reduce only the number of
-    micro-batches if it is large.
+    If more than three stages follow the rank and the micro-batches fill the pipeline, return two shorter pipelines:
+    one with two stages after the rank, and one with three. Otherwise keep the number of stages, and reduce only the
+    number of micro-batches, if it is large.
 
-    For two ranks in the middle of the pipeline, this function returns the same pipelines if the stages of both ranks
-    begin at the same position in the pattern of layers. So the two ranks share one trace.
+    Two ranks in the middle of the pipeline get the same short pipelines if their stages begin at the same position in
+    the repeating pattern of layers. Then both ranks share one trace.
     """
     behind = target.pp - 1 - target.pp_rank
     if behind <= 3 or target.micro_batches < behind + 3:
@@ -118,7 +119,7 @@ def _short_pipelines(run: RunConfig, target: ContinuedRun) -> list[ContinuedRun]
 
 
 def run_at(run: RunConfig, point: ContinuedRun) -> RunConfig:
-    """Return a copy of the run that has the layers, micro-batches, and stages of ``point``."""
+    """Return a copy of the run with the numbers of layers, micro-batches, and stages in ``point``."""
     training, grid, model = run.training, run.parallel, run.model
     if point != point_of(run, point.pp_rank)._replace(micro_batches=point.micro_batches):
         split = _split(run, point)
@@ -132,8 +133,8 @@ def run_at(run: RunConfig, point: ContinuedRun) -> RunConfig:
 def _split(run: RunConfig, point: ContinuedRun) -> tuple[int, ...]:
     """Return the number of layers of each stage in the small run at ``point``.
 
-    The stages of ``point.pp_rank`` begin with the same types of layers as in the run. All other layers go to the stages
-    of other ranks. The trace never builds these stages.
+    The stages of ``point.pp_rank`` begin with the same types of layers as in the full run. All other layers go to the
+    stages of other ranks, which the trace never builds.
     """
     grid = run.parallel.model_copy(update={"pp": point.pp})
     stages = point.pp * stages_per_rank(grid)
@@ -149,13 +150,13 @@ def _split(run: RunConfig, point: ContinuedRun) -> tuple[int, ...]:
 
 
 def continue_sent(values: Mapping[ContinuedRun, int], target: ContinuedRun) -> int:
-    """Extrapolate the bytes or counts of collectives to ``target``."""
+    """Extrapolate a number of bytes or of collectives from the small runs in ``values`` to the size ``target``."""
     at = {(point.layers, point.micro_batches): value for point, value in values.items()}
     return _bilinear(at, (target.layers, target.micro_batches))
 
 
 def continue_memory(values: Mapping[ContinuedRun, int], target: ContinuedRun) -> int:
-    """Extrapolate the bytes held in memory to ``target``."""
+    """Extrapolate a number of bytes in memory from the small runs in ``values`` to the size ``target``."""
     if len({point.pp for point in values} | {target.pp}) == 1:
         return continue_sent(values, target)
     at = {(point.layers, point.pp - point.pp_rank): value for point, value in values.items()}
@@ -163,8 +164,8 @@ def continue_memory(values: Mapping[ContinuedRun, int], target: ContinuedRun) ->
 
 
 def _bilinear(values: Mapping[tuple[int, int], int], wanted: tuple[int, int]) -> int:
-    """Extrapolate to the value at ``wanted``, linearly in both coordinates. The keys of ``values`` have one or two
-    different numbers for each coordinate."""
+    """Extrapolate to the value at ``wanted``, linearly in both coordinates. For each coordinate, the keys of ``values``
+    have one or two different numbers. With one number, the result does not depend on the coordinate."""
     firsts, seconds = (sorted(set(places)) for places in zip(*values, strict=True))
     along_first = [_line(firsts, [values[a, b] for a in firsts], wanted[0]) for b in seconds]
     return _line(seconds, along_first, wanted[1])

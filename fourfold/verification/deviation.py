@@ -1,5 +1,5 @@
-"""Measure the errors of the grid's results and the errors of one process in float32. The exact results come from one
-process in float64.
+"""Measure the errors of the grid's results and the errors of one process in float32. An error is the difference from
+the exact result, which one process computes in float64.
 
 The grid's gathered results are on the CPU. The results of the references are on the job's device.
 """
@@ -16,12 +16,12 @@ from fourfold.verification.parity_report import Deviation
 
 ROUNDING = 1e-12
 """A tensor counts as zero if its norm is at most this fraction of the norm of all tensors together. Such a tensor
-contains only rounding errors of float64, so its relative error means nothing. An example is the gradient of a key
-bias."""
+contains only rounding errors of float64, so its relative error means nothing. An example is the gradient of the bias
+of the attention keys, which is zero without rounding."""
 
 
 def amplification(run: RunConfig) -> float:
-    """Return the factor by which a run amplifies the rounding errors of float32, at least 1.
+    """Return the factor (at least 1) by which the loss of a run amplifies the rounding errors of float32.
 
     The factor is 1, except in preference training (section [dpo]). The DPO loss subtracts log-probabilities of whole
     answers, which are large numbers, and multiplies the difference by beta.
@@ -30,14 +30,14 @@ def amplification(run: RunConfig) -> float:
 
 
 def deviation(name: str, grid: Tensor, one_process: Tensor, exact: Tensor, amplification: float = 1.0) -> Deviation:
-    """Return the deviation of one tensor.
+    """Return the largest errors of one tensor, on the grid and on one process.
 
     Args:
         name: The tensor's name.
         grid: The grid's result, on the CPU.
         one_process: The result of one process in float32.
         exact: The result of one process in float64.
-        amplification: See the function ``amplification``.
+        amplification: Factor on the lower bound for the error of one process (see the function ``amplification``).
     """
     # Always allow an error of float32's smallest normal number. Smaller numbers have fewer bits, so their relative
     # errors can be large.
@@ -52,7 +52,7 @@ def deviations(
     noise: Mapping[str, float] | None = None,
     amplification: float = 1.0,
 ) -> list[Deviation]:
-    """Return the deviations of all tensors.
+    """Return the largest errors of each tensor, on the grid and on one process.
 
     A tensor that is missing on the grid or in the reference has an infinite deviation.
 
@@ -60,8 +60,8 @@ def deviations(
         grid: The grid's results by tensor name, on the CPU.
         one_process: The results of one process in float32.
         exact: The results of one process in float64.
-        noise: Lower bounds for the deviation of one process, by tensor name. Tensors without an entry have no bound.
-        amplification: See the function ``amplification``.
+        noise: Additional lower bounds for the error of one process, by tensor name. Some tensors may have none.
+        amplification: Factor on the lower bound for the error of one process (see the function ``amplification``).
     """
     missing = [Deviation(name, math.inf, 0.0) for name in sorted(grid.keys() ^ exact.keys())]
     least = noise or {}
@@ -76,7 +76,8 @@ def largest_differences(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dic
 
 
 def replica_difference(parts: list[Part]) -> float:
-    """Return the largest absolute difference between two processes' copies of the same part of a tensor."""
+    """Compare the copies that several processes hold of the same part of a tensor. Return the largest absolute
+    difference between two copies."""
     first: dict[str, Tensor] = {}
     worst = 0.0
     for name, shape, slices, part in parts:
@@ -91,12 +92,13 @@ def replica_difference(parts: list[Part]) -> float:
 def relative_differences(
     got: Mapping[str, Tensor], exact: Mapping[str, Tensor], negligible: float = ROUNDING
 ) -> dict[str, float]:
-    """Return ‖got − exact‖ / ‖exact‖ of each tensor, with 2-norms.
+    """Return the relative error ‖got − exact‖ / ‖exact‖ of each tensor, with 2-norms.
 
     Args:
         got: The tensors, by name.
         exact: The same tensors without rounding errors.
-        negligible: Skip a tensor if its norm is at most this fraction of the norm of all tensors together.
+        negligible: Leave a tensor out of the result if its norm is at most this fraction of the norm of all tensors
+            together.
     """
     norms = {name: float(tensor.norm()) for name, tensor in exact.items()}
     least = negligible * math.hypot(*norms.values())

@@ -1,4 +1,5 @@
-"""Compute how long each matmul and each collective of a step takes on a machine. The formulas are the planner's."""
+"""Compute how long each matmul and each collective of a step takes on a machine. This module uses the planner's
+formulas."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -32,7 +33,7 @@ class _Matrix(NamedTuple):
 
 
 class Durations:
-    """Computes the durations of operations on a machine, in picoseconds."""
+    """Computes how many picoseconds the operations of a run take on a machine."""
 
     def __init__(self, run: RunConfig, machine: Machine) -> None:
         """Prepare the machine's rates for a run.
@@ -56,7 +57,7 @@ class Durations:
         self._collective = cache(self._of_collective)
 
     def operation(self, name: str, args: Sequence[Any]) -> int:
-        """Return the picoseconds of a matmul or an attention operation. Any other operation takes 0."""
+        """Return how many picoseconds an operation takes: a matmul, or attention. Return 0 for any other operation."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         if name in PRODUCTS:
             first, second = [t for t in tensors if t.dim() >= 2][-2:] if "add" in name else tensors[:2]
@@ -77,15 +78,18 @@ class Durations:
         return 0
 
     def collective(self, operation: str, axis: str, size: int, ranks: tuple[int, ...]) -> int:
-        """Return the picoseconds of a collective that shares its links with no other collective.
+        """Return how many picoseconds a collective takes if no other collective uses the same links.
 
         Args:
-            size: Bytes of the full tensor.
+            operation: Name of the operation, such as "all_gather".
+            axis: Name of the axis.
+            size: Number of bytes of the full tensor.
+            ranks: Ranks of the processes in the collective.
         """
         return self._collective(operation, axis, size, len(ranks), min(abs(b - a) for a, b in pairwise(ranks)))
 
     def _of_matmul(self, first: _Matrix, second: _Matrix, in_float8: bool) -> int:
-        """Return a matmul's picoseconds.
+        """Return how many picoseconds a matmul of ``first`` and ``second`` takes.
 
         The rate depends on which operand is transposed. In a linear layer, the forward pass transposes the second
         operand, and the weight gradient transposes the first operand.

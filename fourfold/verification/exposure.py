@@ -4,15 +4,16 @@ from collections import Counter
 from typing import NamedTuple
 
 Line = tuple[str, str, str]
-"""The axis, the operation, and the purpose of a collective. Collectives with the same line are counted together."""
+"""The axis, the operation, and the purpose of a collective. Collectives that agree in all three are counted
+together."""
 
 
 class IssuedCollective(NamedTuple):
     """A collective that has been issued.
 
-    ``matmuls`` is the number of matmuls that were issued before the collective, and ``computed`` is their total time.
-    ``duration`` is the collective's own time, without waiting for earlier collectives on its axis. ``end`` is the time
-    when the collective finishes.
+    ``matmuls`` is the number of matmuls that were issued before the collective, and ``computed`` is the total time of
+    these matmuls. ``duration`` is the collective's own time, without waiting for earlier collectives on its axis.
+    ``end`` is the time when the collective finishes. Times are in picoseconds.
     """
 
     line: Line
@@ -43,9 +44,10 @@ class Flights:
         self.exposed: Counter[Line] = Counter()
         """Number of exposed bytes by line."""
         self.taken: Counter[Line] = Counter()
-        """Sums of durations by line."""
+        """Sum of the durations of the collectives, by line."""
         self.waited: Counter[Line] = Counter()
-        """Time that the step waits, by line."""
+        """Time by which the collectives make the step longer, by line: the step waits for them, or they slow down its
+        computation."""
         self._slowed = slowed
         self._matmuls = self._computed = self._now = 0
         self._free: Counter[str] = Counter()
@@ -54,12 +56,12 @@ class Flights:
         self._flying: dict[int | Line, list[IssuedCollective]] = {}
 
     def start(self) -> None:
-        """Clear the record."""
+        """Forget all collectives, in flight or finished."""
         for counter in (self.exposed, self.taken, self.waited, self._flying):
             counter.clear()
 
     def compute(self, duration: int = 0) -> None:
-        """Record a matmul or an attention operation."""
+        """Record that the step issues a matmul or an attention operation. ``duration`` is the time of the operation."""
         self._matmuls += 1
         self._computed += duration
         self._now += duration
@@ -82,12 +84,12 @@ class Flights:
         flying.append(IssuedCollective(line, size, self._matmuls, self._computed, duration, end))
 
     def move(self, storage: int, other: int) -> None:
-        """Record that a result has moved to the storage ``other``. Before, it was in ``storage``, the key that
-        ``issue`` got."""
+        """Replace the key ``storage`` of collectives in flight by the key ``other``. From now on, waiting for ``other``
+        means waiting for these collectives."""
         self._flying[other] = self._flying.pop(storage)
 
     def land(self, key: int | Line) -> None:
-        """Record that the step waits for the collectives with this key, if there are any."""
+        """Record that the step waits for all collectives in flight with this key. Do nothing if there are none."""
         for flight in self._flying.pop(key, ()):
             if flight.matmuls == self._matmuls:
                 self.exposed[flight.line] += flight.bytes
@@ -98,6 +100,6 @@ class Flights:
             self._now += wait
 
     def land_all(self) -> None:
-        """Record that the step waits for every collective."""
+        """Record that the step waits for every collective in flight."""
         for key in list(self._flying):
             self.land(key)

@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 class InFloat64(TorchFunctionMode):
     """Replaces float32 by float64 in the arguments of every torch function.
 
-    Models convert to float32 when they compute norms, rotary tables, and softmax. In a float64 reference, this would
-    lose precision.
+    Models convert to float32 when they compute norms, rotary tables, and softmax. A model in float64 would lose
+    precision there.
     """
 
     def __torch_function__(

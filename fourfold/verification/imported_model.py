@@ -28,10 +28,10 @@ TEXTS = ("def main():\n    return 3.14\n", "  Zwei Äpfel,\t„zwei“ Euro € 
 
 
 def compare_import(job: Job) -> list[Deviation]:
-    """Import the model ``model.from_hf`` into a job, and compare its losses with the losses of the same model in
-    transformers.
+    """Load the weights of the model ``model.from_hf`` into a job, and compare the job's losses with the losses of the
+    same model in transformers.
 
-    Every process must call this. The job has the imported weights afterwards.
+    Every process must call this. Afterwards, the job still has the imported weights.
 
     Returns:
         On rank 0, the deviations of the losses on random batches. If the folder has a tokenizer, the deviation "tokens"

@@ -13,7 +13,8 @@ from fourfold.training.job import build_model
 
 
 def initial_weights_error(run: RunConfig, weights: Mapping[str, Tensor]) -> float:
-    """Return the largest deviation of a first, second, or fourth moment from its expected value, in standard errors.
+    """Return the largest deviation of the weights' first, second, and fourth moments from their expected values, in
+    standard errors.
 
     Moments are computed for each tensor, and for each group of tensors that have the same name in different layers.
 
@@ -62,7 +63,8 @@ def _constant(name: str, run: RunConfig) -> float:
 
 
 def _std(name: str, weight: Tensor, run: RunConfig) -> float:
-    """Return the documented standard deviation, which follows GPT-2 for the decoder and peft for LoRA."""
+    """Return the standard deviation that the documentation gives for a tensor. It follows GPT-2 for the decoder, and
+    peft for LoRA."""
     if name.endswith("lora_A"):
         return 1 / math.sqrt(3 * weight.shape[1])
     is_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
@@ -70,9 +72,9 @@ def _std(name: str, weight: Tensor, run: RunConfig) -> float:
 
 
 def _standard_errors(z: Tensor) -> float:
-    """Return the largest error of the mean, the mean square, and the mean fourth power, in standard errors.
+    """Return the largest of three errors, in standard errors: the errors of the means of z, z², and z⁴.
 
-    The values of ``z`` should be standard normal. The variances of z, z², and z⁴ are then 1, 2, and 96.
+    The values of ``z`` should be standard normal. Then the variances of z, z², and z⁴ are 1, 2, and 96.
     """
     deviations = ((z, 0.0, 1.0), (z.square(), 1.0, 2.0), (z**4, 3.0, 96.0))
     return max(

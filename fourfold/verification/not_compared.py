@@ -12,11 +12,11 @@ COMPARED = (
     *("model", "parallel", "overlap", "activation_checkpoint", "training", "optimizer", "lr_scheduler", "lora", "moe"),
     *("ema.decay", "dpo.beta", "masks.goldfish", "data.mask_documents", "data.format", "loss_scaling.initial"),
 )
-"""Sections and keys that parity tests. If parity replaces a value, it tests the new value."""
+"""Sections and keys that parity tests. If parity replaces the value of a key, it tests the replacement."""
 
 WITHOUT_NUMBERS = ("name", "output_dir", "metrics", "fault_tolerance", "data.source", "data.train", "data.cache_dir")
-"""Sections and keys that parity's report leaves out. Most of them do not change the results of training. The paths of
-the data do, but the report has a separate sentence about them (see ``ALWAYS``)."""
+"""Sections and keys that parity's report does not mention. Most of them do not change the results of training. The
+paths of the data do change the results, but the report has a separate sentence about the data (see ``ALWAYS``)."""
 
 ALWAYS = {"data": "parity trains on random tokens in the format of this data, and never reads the data itself"}
 REASONS = {
@@ -50,16 +50,16 @@ def in_own_types(run: RunConfig) -> bool:
 
 
 def not_compared(run: RunConfig, verified: RunConfig, against: Against = "plain") -> dict[str, str]:
-    """List the parts of the run file that parity does not compare.
+    """List the sections and keys of the run file that parity does not compare, with reasons.
 
     Args:
         run: The run as in the run file.
         verified: The run as parity runs it.
-        against: The reference model.
+        against: The reference model: "plain" or "transformers".
 
     Returns:
-        A map from keys and sections to reasons. The map always has the section data. It also has each key whose value
-        parity replaces, and each key or section that differs from its default but has no effect in parity.
+        A map from keys and sections to reasons. The map always has the section [data]. It also has each key whose value
+        parity replaces, and each key or section that is not at its default but has no effect in parity.
     """
     found, replaced = dict(ALWAYS), dict(dotted_keys(verified.model_dump()))
     if not can_write(run):

@@ -2,7 +2,7 @@
 
 Loss, clipping, and AdamW come from torch. Labels, the learning-rate schedule, all other optimizers, and the settings of
 parameter groups are implemented a second time. The trainer and this file share only the code that draws the random
-samples and, for the reference ``plain``, the code of the decoder.
+samples and (unless the reference is a model of transformers) the code of the decoder.
 """
 
 import contextlib
@@ -39,15 +39,15 @@ class Figures(NamedTuple):
     gradients: dict[str, Tensor]
     """Gradients before clipping, by parameter name."""
     extra_metrics: dict[str, Tensor]
-    """In preference training (section [dpo]), the metrics of the preference pairs before the update. With multi-token
-    prediction, the mean loss of the prediction layers. Otherwise empty."""
+    """More metrics by name. In preference training (section [dpo]), the metrics of the preference pairs before the
+    update. With multi-token prediction, the mean loss of the prediction layers. Otherwise empty."""
 
 
 Logits = Callable[[Parameters, Sequences], Tensor]
-"""A function that computes logits [B, S, V]. Its arguments are the parameters, by fourfold's names, and the sequences.
-If ``documents_BS`` is not None, tokens may attend only to tokens of their own document. With ``later_tokens_BSD``
-(multi-token prediction), the function returns the logits of the model and of each of D prediction layers,
-[1 + D, B, S, V]."""
+"""A function that computes logits [B, S, V] from two arguments: the parameters by fourfold's names, and the sequences.
+If ``documents_BS`` of the sequences is not None, a token may attend only to tokens of the same document. If
+``later_tokens_BSD`` is not None (multi-token prediction), the function returns the logits of the model, followed by the
+logits of each of D prediction layers, [1 + D, B, S, V]."""
 
 
 class Reference:
@@ -73,8 +73,8 @@ class Reference:
 
     @torch.no_grad()
     def evaluate(self, batch: Sequences, averaged: bool = False) -> dict[str, Tensor]:
-        """Return the mean loss of a batch as ``loss``. With [dpo], also return the metrics of its preference pairs. As
-        in validation, experts have no capacity limit.
+        """Return the mean loss of a batch under the key "loss". With [dpo], also return the metrics of the batch's
+        preference pairs. As in validation, experts have no capacity limit.
 
         Args:
             batch: The sequences.
@@ -87,7 +87,7 @@ class Reference:
 
     @torch.no_grad()
     def log_probabilities(self, batch: Sequences) -> Tensor:
-        """Return one log-probability per sequence, [B], under the current weights (see ``_answers``)."""
+        """Return the log-probability of each sequence under the current weights, [B]. Only tokens in the loss count."""
         with self._evaluating():
             return self._answers(batch, self.parameters())
 
@@ -133,7 +133,8 @@ class Reference:
         return Figures(loss, norm, gradients, self._take_preferences())
 
     def parameters(self, averaged: bool = False) -> Parameters:
-        """Return the weights that the model computes with."""
+        """Return the weights that the model computes with. If ``averaged`` is set, moving averages replace the trained
+        weights."""
         return {**self.frozen, **self.trained, **(self.averages if averaged else {})}
 
     def after_backward(self) -> None:
@@ -151,17 +152,18 @@ class Reference:
             self.averages[name] = decay * before + (1 - decay) * weight.detach()
 
     def uncut_weights(self) -> dict[str, Tensor]:
-        """Return the weights that Lion would reach if it did not limit its updates to ±1. Empty for other
+        """Return the weights that the run would have if Lion did not limit its updates to ±1. Empty for other
         optimizers."""
         return {name: self.trained[name].detach() - cut for name, cut in self.optimizer.cut.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return frozen and trained weights. The trained weights are copies, so later steps do not change them."""
+        """Return frozen and trained weights. The trained weights are copies, so later steps do not change the
+        result."""
         return {**self.frozen, **{name: p.detach().clone() for name, p in self.trained.items()}}
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Compute in the reference's precision and in evaluation mode while the block runs."""
+        """Compute in the reference's precision and in evaluation mode while the ``with`` block runs."""
         with self._precision(), self.logits.evaluating() if isinstance(self.logits, PlainLogits) else nullcontext():
             yield
 
@@ -170,14 +172,15 @@ class Reference:
 
     def _units(self, batch: Sequences) -> Tensor | int:
         """Return the divisor of the mean loss: the number of labels in the loss, or with [dpo], the number of
-        preference pairs. With prediction layers, return one number for the model and one for each layer."""
+        preference pairs. With prediction layers, return the number for the model, and then the number for each
+        prediction layer."""
         if batch.later_tokens_BSD is not None and batch.later_kept_BSD is not None:
             return torch.stack([batch.kept_BS.sum(), *batch.later_kept_BSD.sum((0, 1)).clamp(min=1)])
         return batch.kept_BS.sum() if batch.reference_B is None else len(batch.kept_BS) // 2
 
     def _loss(self, batch: Sequences, parameters: Parameters) -> Tensor:
         """Return the sum of the token losses. With [dpo], return the sum of the losses of the preference pairs. With
-        prediction layers, return one sum for the model and one for each layer."""
+        prediction layers, return the sum for the model, and then the sum for each prediction layer."""
         if batch.reference_B is not None:
             answers_B = self._answers(batch, parameters)
             gains_B = self.run.dpo.beta * (answers_B - batch.reference_B.to(answers_B.dtype))
@@ -194,14 +197,14 @@ class Reference:
         return F.cross_entropy(logits_BSV[kept_BS], batch.targets_BS[kept_BS], reduction="sum")
 
     def _answers(self, batch: Sequences, parameters: Parameters) -> Tensor:
-        """Return one log-probability per sequence, [B]: the sum over the tokens that the loss includes."""
+        """Return the log-probability of each sequence, [B]: the sum over the tokens that are in the loss."""
         log_probs_BSV = self.logits(parameters, batch).float().log_softmax(-1)
         log_probs_BS = log_probs_BSV.gather(-1, batch.targets_BS[:, :, None])[..., 0]
         return (log_probs_BS * batch.kept_BS).sum(1)
 
     def _take_preferences(self) -> dict[str, Tensor]:
-        """Return the mean metrics of all preference pairs since the previous call. The keys are the names in
-        metrics.jsonl.
+        """Return the mean metrics of all preference pairs since the previous call of this method. The keys are the
+        names in metrics.jsonl. Without [dpo], the result is empty.
 
         The additional key ``dpo_ties`` is the share of pairs with a margin near zero. Rounding may change the sign of
         such a margin.
@@ -217,7 +220,7 @@ class Reference:
 
 
 class PlainLogits:
-    """The decoder in plain PyTorch."""
+    """Computes logits with fourfold's decoder in plain PyTorch, on one process (see ``Logits``)."""
 
     def __init__(self, run: RunConfig) -> None:
         with torch.device("meta"):
@@ -237,7 +240,7 @@ class PlainLogits:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Switch to evaluation mode while the block runs."""
+        """Switch the decoder to evaluation mode while the ``with`` block runs."""
         self.model.eval()
         yield
         self.model.train()
@@ -247,7 +250,7 @@ class PlainLogits:
 
 
 class RouterLosses:
-    """Computes the auxiliary losses of routers, and updates their biases.
+    """Computes the auxiliary losses of routers, and updates the biases of routers.
 
     Padding is not counted. The load-balancing loss uses the experts' load in the previous step.
     """
@@ -287,7 +290,8 @@ class RouterLosses:
 
     @torch.no_grad()
     def end_step(self, parameters: Parameters) -> None:
-        """Save this step's load for the load-balancing loss of the next step, and update the biases."""
+        """Keep the experts' load in this step for the load-balancing loss of the next step. Then update the biases of
+        the routers, which are among ``parameters``."""
         for layer, rows in self.rows.items():
             self.load[layer] = rows.double() / rows.sum()
             bias = parameters.get(f"layers.{layer}.mlp.gate.e_score_correction_bias")
@@ -297,7 +301,8 @@ class RouterLosses:
 
 
 def learning_rate(step: int, run: RunConfig) -> float:
-    """Return the learning rate: warm-up to the peak, then constant or a decay that ends at the last step."""
+    """Return the learning rate of the step with this index. The rate warms up to its peak, and then it is constant or
+    decays until the last step."""
     peak, plan, last = run.optimizer.lr, run.lr_scheduler, run.training.train_steps - 1
     if step < plan.warmup_steps:
         return peak * (step + 1) / plan.warmup_steps

@@ -34,8 +34,8 @@ FP16_SCALE = 1024.0
 """The first loss scale. In most small models, gradients neither overflow nor underflow with it."""
 
 LESS = 16.0
-"""Divisor of the loss scale after an overflow. The divisor is large, so that after one reduction, gradients probably
-overflow neither in later steps nor in the run on one process, which uses the same scale."""
+"""After an overflow, the loss scale is divided by this number. It is large, so that after one division, gradients
+probably overflow neither in later steps nor on one process, which uses the same scale as the grid."""
 
 OVERFLOWS_AT = 2.0**60
 """A loss scale so large that every gradient overflows."""
@@ -46,16 +46,16 @@ limit is higher because chance has more effect on the rounding errors of a singl
 
 
 Taken = tuple[float, list[LocalShard], list[Tensor], set[torch.dtype]]
-"""The result of ``_step``."""
+"""The result of ``_step``: the loss scale, the shards that have gradients, the gradients, and the dtypes sent."""
 
 Gather = Callable[[Sequence[LocalShard], Sequence[Tensor]], dict[str, Tensor] | None]
-"""The type of ``Comparison.gather``: a function that joins shards to full tensors on rank 0, by name. On other ranks it
-returns None."""
+"""The type of ``Comparison.gather``, a function that joins the shards of all processes. On rank 0, it returns the full
+tensors by name. On other ranks, it returns None."""
 
 
 class SameTypes(Reference):
-    """A reference on one process that computes in the run file's dtypes. It rounds working weights, activations, sums
-    of gradients, and stored weights."""
+    """A reference on one process that computes in the run file's dtypes. Like the grid, it rounds working weights,
+    activations, sums of gradients, and stored weights."""
 
     def __init__(self, run: RunConfig, weights: Parameters, device: torch.device) -> None:
         super().__init__(run, PlainLogits(run), weights, device, _stored(run))
@@ -101,7 +101,8 @@ def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: 
     Returns:
         On rank 0, a list of deviations. The result on other ranks has no meaning. The list has:
 
-        - the relative errors of gradients and weights, on the grid and on one process
+        - the relative errors of all gradients, of all weights, and of the tensor with the worst gradients, on the
+          grid and on one process
         - with stochastic rounding, the error of the rounding, in standard errors
         - an infinite deviation if the grid sums gradients in a wrong dtype
         - an infinite deviation if the grid computes with stale weights
@@ -146,13 +147,14 @@ def compare_own_types(run: RunConfig, grid: Grid, device: torch.device, gather: 
 
 
 def _errors(one: Parameters, grid: Parameters, exact: Parameters, negligible: float = ROUNDING) -> list[Deviation]:
-    """Return the relative errors of the tensors of one step."""
+    """Return the relative error of each tensor in one step, on the grid and on one process."""
     of_one, of_grid = (relative_differences(each, exact, negligible) for each in (one, grid))
     return [Deviation(name, of_grid[name], of_one[name]) for name in of_one]
 
 
 def _negligible(run: RunConfig) -> float:
-    """Return the norm below which a gradient is not compared, as a fraction of the norm of all gradients together.
+    """Return a limit for the norm of a gradient, as a fraction of the norm of all gradients together. Parity does not
+    compare gradients with a smaller norm.
 
     In low precision, attention kernels compute small gradients of queries and keys as differences of large numbers. The
     errors of these gradients depend on the kernel, so they say nothing about the grid.
@@ -166,7 +168,8 @@ def _root_mean_square(name: str, errors: Iterable[Deviation]) -> Deviation:
 
 
 def _worst_of(gradients: list[Deviation]) -> list[Deviation]:
-    """Return the deviation of the tensor with the worst gradients. The list is empty if there are no gradients.
+    """Return a list with one element, the deviation of the tensor with the worst gradients. The list is empty if there
+    are no gradients.
 
     A tensor's error on the grid is compared with ``OF_ONE_TENSOR`` times the larger of two errors on one process: the
     error of the tensor, and the error of all tensors together.
@@ -208,8 +211,8 @@ def _sums_in_another_dtype(
 
 
 def _is_published(job: Job) -> bool:
-    """Return whether this process's working copies of the weights equal the stored weights, rounded to the dtype of the
-    working copies.
+    """Return whether the working copies of the weights on this process are up to date: each copy must equal the stored
+    weight, rounded to the dtype of the copy.
 
     Sharded weights have no working copies, because they are rounded each time they are gathered.
     """
@@ -219,7 +222,7 @@ def _is_published(job: Job) -> bool:
 
 
 def _stays_finite(run: RunConfig, weights: Parameters, device: torch.device, step: int, scale: float) -> bool:
-    """Return whether all gradients of a step stay finite, if one process starts from these weights with this loss
+    """Return whether all gradients of a step stay finite on one process that has these weights and uses this loss
     scale."""
     one = SameTypes(run, weights, device)
     one.loss_scale = scale
@@ -228,9 +231,9 @@ def _stays_finite(run: RunConfig, weights: Parameters, device: torch.device, ste
 
 
 def _is_published_again(job: Job) -> bool:
-    """Multiply all weights by 1.5, let the job update its working copies, and return ``_is_published``. A training step
-    alone may change the weights of norms too little to change their working copies. The check would then miss stale
-    copies."""
+    """Multiply all weights by 1.5, let the job update its working copies, and return ``_is_published``. This finds
+    stale copies that a training step may hide: a step can change the weights of norms so little that their rounded
+    working copies stay the same."""
     with job.replacing_weights():
         for shard in job.shards:
             shard.local.mul_(1.5)
@@ -241,9 +244,9 @@ def _step(job: Job, step: int, scale: float, smallest: float = 1.0) -> Taken:
     """Take a step on random samples with a loss scale. If gradients overflow, repeat the step with a smaller scale.
 
     Returns:
-        The last loss scale, the shards that have gradients, their gradients, and the dtypes of the gradients that this
-        process sent. If gradients overflow with a scale below ``smallest``, the step is not repeated, and some
-        gradients are infinite or NaN.
+        First, the loss scale that was used last. Then the shards that have gradients, the gradients of these shards,
+        and the dtypes of the gradients that this process sent. If gradients overflow with a scale below ``smallest``,
+        the step is not repeated, and some gradients are infinite or NaN.
     """
     while True:
         if job.loss_scale is not None:
@@ -259,6 +262,6 @@ def _step(job: Job, step: int, scale: float, smallest: float = 1.0) -> Taken:
 
 
 def _stored(run: RunConfig) -> torch.dtype:
-    """Return the dtype that holds the reference's weights. With stochastic rounding it is float32, although the values
-    are rounded to bfloat16."""
+    """Return the dtype of the tensors that hold the reference's weights. With stochastic rounding, this is float32, and
+    the values in these tensors are rounded to bfloat16."""
     return torch.float32 if run.optimizer.stochastic_rounding else DTYPES[run.training.master_weights]

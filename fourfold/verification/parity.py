@@ -1,9 +1,9 @@
 """Parity: check that the layout of a run file computes what one process computes.
 
-The run file's model trains for a few steps on its grid in float32. A reference on rank 0 takes the same steps from the
-same weights and samples, once in float64 and once in float32. Both float32 results have rounding errors, which are
-their differences from the float64 result. For each tensor, the grid's error may be at most ``LIMIT`` times the error of
-the float32 reference.
+The run file's model trains for a few steps on its grid in float32. On rank 0, a reference model on one process takes
+the same steps, from the same weights and with the same samples. It does so twice: in float64 and in float32. The error
+of a float32 result is its difference from the float64 result. For each tensor, the grid's error may be at most
+``LIMIT`` times the error of the float32 reference.
 """
 
 import contextlib
@@ -32,42 +32,46 @@ from fourfold.verification.random_corpora import can_write
 from fourfold.verification.trained_run import trained_run
 
 LEARNING_RATE = 1e-3
-"""Learning rate for parity. It is large, so that a missing update or a missing weight decay shows in the weights."""
+"""Learning rate for parity. It is so large that a missing update or a missing weight decay is visible in the
+weights."""
 
 ADAM_EPS = 1e-3
 """Adam's eps for parity. Adam divides by √v + eps. With a small eps, a gradient that is only rounding noise would move
 its weight by a full step, in a different direction on each machine."""
 
 LION_EPS = 1e-4
-"""Lion's eps for parity. Between -eps and eps, Lion's update is linear instead of a sign. Rounding noise is far smaller
-than eps. With eps = 0, noise would flip signs."""
+"""Lion's eps for parity. If Lion's momentum is between -eps and eps, the update is linear in the momentum, and not its
+sign. Rounding noise is far smaller than eps. With eps = 0, rounding noise could change the sign of an update."""
 
 WARMUP_STEPS = 2
-"""Parity shortens longer warm-ups to this many steps. A still shorter warm-up would have no effect."""
+"""Parity shortens a longer warm-up to this many steps. A warm-up of only one step would have no effect, because its
+first step would already have the peak learning rate."""
 
 MAX_GRAD_NORM = 0.1
-"""Clipping limit. It is below the initial gradient norm of any model, so clipping has an effect."""
+"""Parity lowers a larger clipping limit to this value. The initial gradient norm of any model is larger, so clipping
+has an effect."""
 
 UNREACHED_GRAD_NORM = 1e6
-"""Clipping limit in the last step. It is never reached, so a step without clipping is tested too."""
+"""Clipping limit in the last step. No gradient norm reaches it, so parity also tests a step without clipping."""
 
 
 def parity_of_place(place: Place, run: RunConfig, steps: int, against: Against) -> ParityReport | None:
-    """Run ``parity`` as one process of a job."""
+    """Run ``parity`` as the process of a job that ``place`` describes."""
     return parity(run, choose_device(place, run.training.device), steps, against, place)
 
 
 def parity(
     run: RunConfig, device: torch.device, steps: int = 3, against: Against = "plain", place: Place | None = None
 ) -> ParityReport | None:
-    """Compare the grid with one process. Every process of the grid must call this.
+    """Compare training on the grid with training on one process. Every process of the grid must call this.
 
     Args:
         run: The run whose layout is checked.
         device: The device of this process.
-        steps: Number of training steps to compare. After these, a dropped step and one more step follow.
-        against: The reference: "plain" is fourfold's decoder in plain PyTorch, and "transformers" is the model in
-            transformers.
+        steps: Number of training steps to compare. After these steps, parity drops the update of one step, and
+            compares one more step.
+        against: The reference model: "plain" is fourfold's decoder in plain PyTorch, and "transformers" is the same
+            model in the transformers library.
         place: The rank of this process, and the size of the job (default: all processes are on one machine).
 
     Returns:
@@ -112,7 +116,7 @@ def parity(
 
 
 def as_verified(run: RunConfig, steps: int) -> RunConfig:
-    """Return the run as parity runs it: in float32, with its whole schedule in a few steps."""
+    """Return the run as parity runs it: in float32, and with the whole learning-rate schedule in a few steps."""
     exact = {"precision": "fp32", "master_weights": "fp32", "reduce_dtype": "fp32", "float8": "none"}
     training = run.training.model_copy(update=exact)
     optimizer = run.optimizer.model_copy(update={"stochastic_rounding": False})
@@ -120,7 +124,8 @@ def as_verified(run: RunConfig, steps: int) -> RunConfig:
 
 
 def shortened(run: RunConfig, steps: int) -> RunConfig:
-    """Return a run of a few steps in which the schedule, the masks, clipping, and the optimizer all have an effect."""
+    """Return the run with only a few steps. Change some values so that the learning-rate schedule, the masks, gradient
+    clipping, and the optimizer all have an effect in these steps."""
     optimizer = {
         "lr": LEARNING_RATE,
         "eps": max(run.optimizer.eps, LION_EPS if run.optimizer.name == "lion" else ADAM_EPS),
@@ -140,11 +145,11 @@ def shortened(run: RunConfig, steps: int) -> RunConfig:
 
 
 def resharded(run: RunConfig) -> RunConfig:
-    """Return the same run on another grid with the same number of processes.
+    """Return the run with another grid that has the same number of processes.
 
-    The new grid swaps the sizes of axes, merges all axes into one, or changes ``zero`` or ``ep``. If possible, it
-    splits experts over another number of ranks. If there is only one process or no other legal grid, return the run
-    itself.
+    The new grid swaps the sizes of axes, merges all axes into one, or changes ``zero`` or ``ep``. If possible, it has
+    another ``ep``, so the experts are split over another number of ranks. If there is only one process or no other
+    legal grid, return the run itself.
     """
     now = run.parallel
     sizes = {axis: getattr(now, axis) for axis in AXES}

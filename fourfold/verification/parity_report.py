@@ -15,22 +15,23 @@ fourth moment has long tails."""
 
 
 OWN_TYPES_LIMIT = 1.5
-"""The largest allowed ratio of the grid's error to one process's error in low precision. The grid's error may be
-larger, because the grid also rounds partial sums."""
+"""The largest allowed ratio of the grid's error to one process's error, if both compute in the run's own dtypes. The
+grid's error may be larger, because the grid also rounds partial sums."""
 
 
 class Deviation(NamedTuple):
-    """The largest absolute difference of one tensor from the float64 reference, on the grid and on one process."""
+    """The error of one tensor, on the grid and on one process: usually the largest absolute difference from the float64
+    reference."""
 
     tensor: str
     grid: float
     one_process: float
-    """The deviation of the float32 reference, but at least one unit in the last place of the tensor's largest value."""
+    """The error of the float32 reference, but at least one unit in the last place of the tensor's largest value."""
 
     @property
     def ratio(self) -> float:
-        """Return the grid's deviation divided by one process's deviation. The ratio is infinite if one of the
-        deviations is not finite."""
+        """Return the grid's error divided by one process's error. The ratio is infinite if one of the errors is not
+        finite."""
         if not (math.isfinite(self.grid) and math.isfinite(self.one_process)):
             return math.inf
         if self.grid == 0:
@@ -40,10 +41,10 @@ class Deviation(NamedTuple):
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The deviations of the grid and of one float32 process from the float64 reference."""
+    """The result of parity: the errors on the grid and on one process in float32, and the allowed limits."""
 
     deviations: dict[str, list[Deviation]]
-    """Deviations by quantity:
+    """Lists of deviations by quantity:
 
     - "loss", "grad_norm" (before clipping), "gradients", "weights", and "averages" (moving averages of weights): every
       step
@@ -56,27 +57,27 @@ class ParityReport:
     """The largest difference between two processes that hold the same part of a weight or a gradient. It must be 0."""
 
     initial: float
-    """The largest deviation of the initial weights from their distributions, in standard errors."""
+    """The largest deviation of the initial weights from their documented distributions, in standard errors."""
 
     resumed_on: str
     """A description of the grid that the short run was resumed on."""
 
     not_compared: dict[str, str]
-    """Reasons why parity replaces or ignores a part of the run file, by key or section."""
+    """The keys and sections of the run file that parity replaces or ignores, each with the reason."""
 
     own_types: list[Deviation] = field(default_factory=list)
     """Relative errors of gradients and weights in the run's own dtypes, on the grid and on one process. Empty if the
     run computes in float32, or if parity cannot compare its dtypes."""
 
     limit: float = LIMIT
-    """The largest allowed ratio of the grid's deviation to one process's deviation."""
+    """The largest allowed ratio of the grid's error to one process's error in ``deviations``."""
 
     initial_limit: float = INITIAL_LIMIT
     own_types_limit: float = OWN_TYPES_LIMIT
     """The largest allowed ratio for ``own_types``."""
 
     def worst(self, quantity: str) -> Deviation:
-        """Return the deviation with the largest ratio."""
+        """Return the deviation with the largest ratio among all deviations of a quantity."""
         return max(self.deviations[quantity], key=lambda deviation: deviation.ratio)
 
     @property
@@ -86,7 +87,7 @@ class ParityReport:
         return within and self.replicas == 0 and self.initial <= self.initial_limit
 
     def record(self) -> dict[str, object]:
-        """Return the report as JSON values, with the worst deviation of each quantity."""
+        """Return the report as JSON values. Of each quantity, it has only the deviation with the largest ratio."""
         worst = {quantity: self.worst(quantity) for quantity in self.deviations}
         quantities = {name: {**each._asdict(), "ratio": each.ratio} for name, each in worst.items()}
         return {"ok": self.ok, "limit": self.limit, **quantities, "replicas": self.replicas, "initial": self.initial,

@@ -12,27 +12,27 @@ from fourfold.data.tokenizer import ByteTokenizer
 
 
 def can_write(run: RunConfig) -> bool:
-    """Return whether parity can write a corpus for the run. A corpus of conversations needs a vocabulary with all
-    tokens of the byte tokenizer."""
+    """Return whether parity can write a random corpus for the run. This is always possible for plain text. For
+    conversations, the vocabulary must have at least as many tokens as the byte tokenizer."""
     return run.data.format == "text" or run.model.vocab_size >= ByteTokenizer.vocab_size
 
 
 def are_answers(tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Return which tokens belong to answers. A token belongs to an answer if its id is odd or if it is the end token.
-    So the reference can find answers from the ids alone."""
+    """Return which tokens of a random corpus belong to answers. These are the tokens with an odd id, and the end token.
+    So the reference can find the answers without the loader."""
     found: NDArray[np.bool_] = (tokens % 2 == 1) | (tokens == ByteTokenizer.eod_id)
     return found
 
 
 def end_token(run: RunConfig) -> int:
-    """Return the token that ends each document and occurs nowhere else. For texts it is 0, because a small vocabulary
-    has no special token."""
+    """Return the id of the token that ends each document and occurs nowhere else. For texts, the id is 0, because a
+    small vocabulary has no special token."""
     return 0 if run.data.format == "text" else ByteTokenizer.eod_id
 
 
 def write_corpus(prefix: Path, run: RunConfig, seed: int) -> None:
-    """Write a corpus of about two global batches, and mark the tokens of answers. Documents have random lengths below
-    ``training.seq_length``."""
+    """Write a random corpus of about two global batches. A second file marks the tokens of answers. Documents have
+    random lengths, at most ``training.seq_length`` - 1 tokens."""
     draw = np.random.default_rng((5, seed))
     length, is_text = run.training.seq_length, run.data.format == "text"
     split = CorpusSplit(prefix, trained_tokens=None if is_text else 0)

@@ -20,7 +20,7 @@ from fourfold.verification.one_process import Figures, Logits, Parameters, Refer
 from fourfold.verification.reference_batches import Sequences, random_batch
 
 SAMPLES = 4
-"""Number of runs with random rounding."""
+"""Number of times that the one-process run is repeated with random rounding."""
 
 
 class RandomRounding(TorchDispatchMode):
@@ -52,7 +52,7 @@ class RandomRounding(TorchDispatchMode):
 
 
 class RandomlyRounded(Reference):
-    """The reference on one process, with random rounding."""
+    """The reference model on one process, with a random rounding error after each operation."""
 
     def __init__(self, run: RunConfig, logits: Logits, weights: Parameters, device: torch.device, seed: int) -> None:
         super().__init__(run, logits, weights, device, torch.float64)
@@ -67,13 +67,13 @@ class RandomlyRounded(Reference):
 def gradient_noise(
     first: Reference, weights: Parameters, steps: Mapping[int, float], exact: Figures
 ) -> dict[str, float]:
-    """Run the steps ``SAMPLES`` times with random rounding. For each gradient of the last step, return the largest
+    """Run some steps ``SAMPLES`` times with random rounding. For each gradient of the last step, return the largest
     difference from its exact value.
 
     Args:
-        first: A reference that has taken the steps. Its model and its device are used again.
+        first: A reference that has taken these steps. The new references use its model and its device.
         weights: The weights before the first step.
-        steps: The steps, each with its ``max_grad_norm``.
+        steps: Maps the index of each step to the clipping limit of its gradient norm.
         exact: The results of the last step in float64.
     """
     largest: dict[str, float] = {}

@@ -59,7 +59,8 @@ class Recorder(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
 
     def own(self, job: Job) -> None:
-        """Tag the parameters, the optimizer states, and the weight averages of a job, and count their bytes."""
+        """Give the parameters, the optimizer states, and the weight averages of a job their memory category (tag).
+        Count the bytes of each category."""
         self._job = job
         for shard in job.shards:
             self._tag(shard.local, "parameters")
@@ -74,7 +75,7 @@ class Recorder(TorchDispatchMode):
         self._find_gradients_and_weights()
 
     def exclude(self, micro_batches: Sequence[MicroBatch[Tensor]]) -> None:
-        """Leave the memory of a step's inputs out of the count."""
+        """Do not count the memory of a step's inputs."""
         for micro_batch in micro_batches:
             for field in fields(micro_batch):
                 if (tensor := getattr(micro_batch, field.name)) is not None:
@@ -89,8 +90,8 @@ class Recorder(TorchDispatchMode):
         self.peaks.clear()
 
     def watch(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Record two peaks: the peak before the end of the last layer's backward pass ("early"), and the peak after it
-        ("late").
+        """Record two memory peaks: the peak until the backward pass of the last of ``layers`` ends ("early"), and the
+        peak after that moment ("late").
 
         In the early part, the activations of all layers are in memory. In the late part, gradients accumulate. Each
         peak alone is linear in the number of layers, so it can be extrapolated. The maximum of both is not linear.
@@ -156,7 +157,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _watched(self, operations: Callable[[], Any]) -> Any:
-        """Run operations that count as one operation, and record the memory of each."""
+        """Run several operations that count as one operation in the step's time. Record the memory of each of them."""
         self._inside = True
         super().__enter__()  # type: ignore[no-untyped-call]
         try:
@@ -179,8 +180,8 @@ class Recorder(TorchDispatchMode):
         entry[0] += 1
         entry[1] += whole.nbytes
         # The storage of a collective's result identifies the collective, except in FSDP2's gradient sums. FSDP2 waits
-        # for a sum only when it issues the next sum, and the first sum's storage may be freed by then. So ``line``
-        # identifies these sums, and ``issue`` waits for the first sum before it records the next sum.
+        # for a sum only when it issues the next sum, and the storage of the earlier sum may be freed by then. So
+        # ``line`` identifies these sums, and ``issue`` waits for the earlier sum before it records the next sum.
         is_sum_of_fsdp = purpose is None and operation != "all_gather"
         duration = 0
         if self._durations is not None:
@@ -190,14 +191,15 @@ class Recorder(TorchDispatchMode):
         self._sent = (purpose, storage) if operation == "send" and purpose is not None else None
 
     def _receive(self, tensor: Tensor) -> None:
-        """Identify a send by the tensor that is received with it, because the rank waits for the received tensor."""
+        """From now on, identify the most recent send by the tensor that is received together with it. The rank waits
+        only for the received tensor."""
         if self._sent is not None and self._sent[0] is PURPOSE.get():
             self.flights.move(self._sent[1], id(tensor.untyped_storage()))
         self._sent = None
 
     def _find_gradients_and_weights(self) -> None:
-        """Tag gradients and gathered weights. No recorded operation shows when a parameter gets a gradient, or when
-        FSDP2 gets weights."""
+        """Find all gradients and gathered weights in the job, and tag them. This is a search, because no recorded
+        operation shows when a parameter gets a gradient, or when FSDP2 gets weights."""
         if self._job is None:
             return
         total = 0
@@ -247,15 +249,15 @@ class Recorder(TorchDispatchMode):
             self.live["total"] += size - old
 
     def _settle(self) -> None:
-        """Update the peaks with the bytes that are in memory now. Call this only before the next operation, because
-        some tags come late: FSDP2 allocates weights before it gathers them, and gradients before it sums them.
+        """Update the peaks with the bytes that are in memory now. Call this just before the next operation, and not
+        earlier. Some tags come late: FSDP2 allocates weights before it gathers them, and gradients before it sums them.
         """
         for name in ("activations", "weights", "total"):
             at = (name, self.window)
             self.peaks[at] = max(self.peaks[at], self.live[name])
 
     def _use_briefly(self, size: int) -> None:
-        """Count memory that an operation frees before it returns."""
+        """Count ``size`` bytes that an operation allocates and frees before it returns."""
         if size:
             self._find_gradients_and_weights()
             self.live.update({"activations": size, "total": size})
@@ -282,9 +284,10 @@ class Recorder(TorchDispatchMode):
 
 
 def capped_in_turn(name: str, args: tuple[Any, ...]) -> Callable[[], Any] | None:
-    """Return a function that runs soft-capped attention as separate operations, so that their memory is counted.
+    """Return a function that runs soft-capped attention as several separate operations. The recorder can then count the
+    memory of each of them.
 
-    Return None for any other operation, and for attention within documents.
+    Return None for any other operation, and if attention is limited to documents.
     """
     if name == "attend_documents" and len(args) > 6 and args[6] and args[3] is None:
         q, k, v, _, scale, window, softcap = args[:7]
@@ -298,14 +301,14 @@ def capped_in_turn(name: str, args: tuple[Any, ...]) -> Callable[[], Any] | None
 
 
 def workspace_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> int:
-    """Return the bytes that attention's backward pass allocates on a GPU and frees before it returns.
+    """Return how many bytes the backward pass of attention allocates on a GPU and frees before it returns.
 
     Return 0 for any other operation.
 
     On Hopper, torch uses cuDNN unless sequences are packed or windowed. cuDNN reports the size of its workspace only at
-    run time, so this function returns the size of FlashAttention's workspace instead. Attention under a mask or in
-    float32 uses torch's memory-efficient kernel. The workspace of this kernel's backward pass is not counted, because
-    it is small: at most about one float32 copy of the queries of one block.
+    run time, so this function returns the size of FlashAttention's workspace instead. Attention with a mask or in
+    float32 uses torch's memory-efficient kernel. For this kernel, the function returns 0, because its workspace is
+    small: at most about one float32 copy of the queries of one block.
     """
     if options.get("attn_mask") is not None:
         return 0
@@ -323,16 +326,20 @@ def workspace_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> i
 def flash_backward_bytes(
     sequences: int, tokens: int, keys: int, heads: int, key_heads: int, width: int, documents: int | None = None
 ) -> int:
-    """Return the bytes that FlashAttention 2's backward pass allocates in addition to the gradients of q, k, and v.
+    """Return how many bytes FlashAttention 2's backward pass allocates in addition to the gradients of q, k, and v.
 
     This memory holds a float32 accumulator for dQ, and one float32 value per query and head. With grouped heads, it
     also holds dK and dV for each query head. The rule follows ``mha_bwd`` and ``mha_varlen_bwd`` in torch's
     aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
 
     Args:
+        sequences: Number of sequences.
         tokens: Number of queries in a sequence.
         keys: Number of keys in a sequence.
-        documents: Number of packed documents. None means one dense call of all sequences.
+        heads: Number of query heads.
+        key_heads: Number of key heads.
+        width: Size of one head.
+        documents: Number of packed documents. None means one dense call for all sequences.
     """
     rows = sequences * -(-tokens // 128) * 128 if documents is None else sequences * tokens + 128 * documents
     multiple, padded_width = (32 if width <= 128 else 64), -(-width // 8) * 8

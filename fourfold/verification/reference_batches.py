@@ -1,5 +1,5 @@
-"""Create the batches of the reference. A batch holds all samples of a step. Its labels and positions come from code
-that is independent of the loader."""
+"""Create the batches of the one-process reference. A batch holds all samples of a step. The labels and the positions
+come from code that is independent of the loader."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fourfold.verification.reference_labels import kept_tokens, later_tokens, po
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of one step. ``kept_BS`` is True for targets in the loss. ``documents_BS`` is None if attention may
-    cross documents."""
+    """The sequences of one step. ``kept_BS`` is True for targets in the loss. ``documents_BS`` has the index of each
+    token's document, or is None if attention may cross documents."""
 
     tokens_BS: Tensor
     targets_BS: Tensor
@@ -27,24 +27,24 @@ class Sequences:
     positions_BS: Tensor
     documents_BS: Tensor | None = None
     reference_B: Tensor | None = None
-    """In preference training ([dpo]), the log-probability that the DPO reference model gives to the tokens in the loss,
-    for each sequence."""
+    """In preference training ([dpo]), one number per sequence: the log-probability that the DPO reference model gives
+    to the tokens in the loss. Otherwise None."""
     is_data_BS: Tensor | None = None
     """False for padding. None if there is no padding."""
     later_tokens_BSD: Tensor | None = None
-    """The tokens that the layers for multi-token prediction read and predict (see ``later_tokens``). None if the model
-    has no such layers."""
+    """The tokens that the D layers for multi-token prediction read (see ``later_tokens``). None if the model has no
+    such layers. The next two fields have the tokens that these layers predict, and which of them are in the loss."""
     later_targets_BSD: Tensor | None = None
     later_kept_BSD: Tensor | None = None
 
     def part(self, rows: slice) -> Sequences:
-        """Return the sequences in these rows."""
+        """Return only the sequences that ``rows`` selects."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: value[rows] for name, value in given.items() if value is not None})
 
 
 def random_batch(run: RunConfig, step: int, device: torch.device) -> Sequences:
-    """Return the random samples of a step."""
+    """Return the batch of a step, made of parity's random samples."""
     return batch_of(RandomSamples(run), run, step, device)
 
 
@@ -52,9 +52,9 @@ def batch_of(samples: Samples, run: RunConfig, step: int, device: torch.device, 
     """Read the samples of one or several steps, and compute which of their labels are in the loss.
 
     Args:
-        samples: The samples.
-        run: The run.
-        step: The first step.
+        samples: The data set to read.
+        run: The run. It sets the batch size and the masks of the loss.
+        step: Index of the first step.
         device: The device of the tensors.
         steps: The number of steps.
     """

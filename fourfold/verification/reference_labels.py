@@ -39,17 +39,19 @@ def kept_tokens(windows: Windows, goldfish: GoldfishConfig, is_masked: Sequence[
 def later_tokens(
     tokens_BS: Tensor, targets_BS: Tensor, kept_BS: Tensor, documents_BS: Tensor, depths: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the layers for multi-token prediction read and predict.
+    """Return the input tokens and the targets of the layers for multi-token prediction.
 
     Args:
-        tokens_BS: The tokens.
+        tokens_BS: Token ids of each sequence.
         targets_BS: The target of each token: the next token.
         kept_BS: Whether each target is in the loss.
         documents_BS: Index of each token's document.
-        depths: Number of layers D.
+        depths: Number of prediction layers D.
 
     Returns:
-        Three tensors [B, S, D]: tokens (-1 if there is none), targets, and flags for the targets that are in the loss.
+        Three tensors [B, S, D], with values for each position s and each layer d = 0, 1, …: the token that the layer
+        reads (token s + d + 1), the target of this token, and whether this target is in the loss. If token s + d + 1
+        is in another document or does not exist, the values are -1, 0, and False.
     """
     shape = (*tokens_BS.shape, depths)
     tokens, targets, kept = torch.full(shape, -1), torch.zeros(shape, dtype=torch.long), torch.zeros(shape) > 0
@@ -72,7 +74,7 @@ def positions(documents_BS: Tensor) -> Tensor:
 
 
 def document_ends(documents_BS: Tensor) -> Tensor:
-    """Return the ends of each sequence's documents as int64 [B, E].
+    """Return where each sequence's documents end, as int64 [B, E]. An end is the index after a document's last token.
 
     E is the largest number of documents in a sequence. A sequence with fewer documents repeats its last end, S.
     """
@@ -83,8 +85,8 @@ def document_ends(documents_BS: Tensor) -> Tensor:
 def _dropped(
     goldfish: GoldfishConfig, tokens: list[int], documents: list[int], target: int, ahead: int, number: int
 ) -> bool:
-    """Return whether the goldfish mask drops the token at index ``target``. The first ``ahead`` tokens come before the
-    sequence. ``number`` is the sequence's index in the data."""
+    """Return whether the goldfish mask drops ``tokens[target]``. The first ``ahead`` tokens come before the sequence,
+    and are not part of it. ``number`` is the sequence's index in the data."""
     k, h, place = goldfish.k, goldfish.h, target - ahead - 1
     if goldfish.strategy == "static":
         return place % k == 0
@@ -105,7 +107,7 @@ def _dropped(
 
 
 def _hash(value: int, seed: int) -> int:
-    """Return SplitMix64 of a number with a seed (Steele et al. 2014)."""
+    """Return a 64-bit hash of a number and a seed (SplitMix64, Steele et al. 2014)."""
     golden = 0x9E3779B97F4A7C15
     return _mix((value * golden + _mix((seed + golden) % WORD)) % WORD)
 

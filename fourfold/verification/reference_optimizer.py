@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fourfold.config.run import RunConfig
 
 NOT_OF_MUON = re.compile(r"mlp\.(gate|shared_expert_gate)\.weight$|_bias$|_conv$")
-"""Matches the names of some matrices of the layers. AdamW updates these matrices even if the optimizer is Muon: the
+"""Matches the names of those matrices in the layers that AdamW updates even if the optimizer is Muon. These are the
 weights of routers and convolutions, the gates of shared experts, and the stacked biases of experts."""
 
 
@@ -23,7 +23,7 @@ class ReferenceOptimizer:
     """Updates unsharded parameters in their own dtype."""
 
     matmul_dtype: torch.dtype | None = None
-    """The dtype of Muon's matmuls, if it is not the dtype of the parameters."""
+    """The dtype of Muon's matmuls. None means the dtype of the parameters."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], run: RunConfig) -> None:
         self.run, name = run, run.optimizer.name
@@ -33,7 +33,8 @@ class ReferenceOptimizer:
         }
         self.means = {key: torch.zeros_like(p) for key, p in self.own.items()}
         self.cut = {key: torch.zeros_like(p) for key, p in (self.own.items() if name == "lion" else ())}
-        """For each parameter, the part of Lion's updates that the limits ±1 have cut off, summed over all steps."""
+        """Lion limits each update to ±1. For each parameter, this is the sum of the parts that were cut off, times the
+        learning rate. Empty for other optimizers."""
         of_adamw = [{"params": [p], **self.settings[key]} for key, p in parameters.items() if key not in self.own]
         self.adamw = torch.optim.AdamW(
             of_adamw or [{"params": []}], betas=run.optimizer.betas, eps=run.optimizer.eps
@@ -42,7 +43,7 @@ class ReferenceOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update the parameters with their gradients, and drop the gradients."""
+        """Update the parameters with their gradients and the learning rate ``lr``, and set the gradients to None."""
         for group in self.adamw.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
         self.adamw.step()
@@ -93,7 +94,7 @@ def _orthogonal(matrix: Tensor) -> Tensor:
 
 
 def is_for_muon(name: str, parameter: Tensor) -> bool:
-    """Return whether Muon updates a parameter in a run whose optimizer is Muon."""
+    """Return whether Muon (and not AdamW) updates this parameter, in a run whose optimizer is Muon."""
     return parameter.ndim > 1 and name.startswith("layers.") and NOT_OF_MUON.search(name) is None
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Self
 
 Span = tuple[float, float]
-"""Start and end of a span."""
+"""Start and end of a time span, in µs."""
 
 SpanOfAxis = tuple[str, Span]
 """An axis and a span in which one of its collectives is active."""
@@ -14,7 +14,7 @@ SpanOfAxis = tuple[str, Span]
 
 @dataclass(frozen=True)
 class AxisTimes:
-    """Times of the collectives of an axis, in seconds on one process."""
+    """How long the collectives of one axis of the grid take in a step, in seconds on one process."""
 
     issued: float
     """Time during which at least one collective is in flight."""
@@ -27,8 +27,8 @@ class AxisTimes:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How the time of a step is divided, in seconds on one process. ``compute``, ``exposed``, and ``idle`` add up to
-    ``seconds``."""
+    """How the time of a step is divided, in seconds on one process. The total is ``seconds``, the sum of ``compute``,
+    ``exposed``, and ``idle``. ``exposed`` is the time with an exposed collective on any axis (see ``AxisTimes``)."""
 
     seconds: float
     compute: float
@@ -47,7 +47,7 @@ class StepTimes:
             window: Start and end of all steps.
             parts: Number of steps.
             compute: Spans of computation.
-            flights: Spans with a collective in flight.
+            flights: Spans with a collective in flight, each with its axis.
             held: Spans in which a collective kept the process from computing. If None, these are all spans with a
                 collective in flight and no computation.
         """
@@ -73,7 +73,7 @@ class StepTimes:
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
-    """Return the union of spans as sorted spans that do not touch."""
+    """Merge spans that overlap or touch. Return the merged spans in order."""
     found: list[Span] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -84,7 +84,7 @@ def _union(spans: Iterable[Span]) -> list[Span]:
 
 
 def _both(first: list[Span], second: list[Span]) -> list[Span]:
-    """Return the intersection of two lists of sorted spans that do not touch."""
+    """Return the spans that both lists cover. In each list, spans are sorted and do not touch."""
     found, i, j = [], 0, 0
     while i < len(first) and j < len(second):
         start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])

@@ -11,29 +11,29 @@ from fourfold.verification.one_process import learning_rate
 from fourfold.verification.reference_optimizer import ReferenceOptimizer
 
 STANDARD_ERRORS = 6.0
-"""Largest allowed error, in standard errors. Correct random rounding hardly ever exceeds it."""
+"""Largest allowed result of ``rounding_error``. Correct random rounding hardly ever exceeds it."""
 
 
 def rounding_error(
     run: RunConfig, before: Mapping[str, Tensor], gradients: Mapping[str, Tensor], after: Mapping[str, Tensor]
 ) -> float:
-    """Return how much the rounding of weights after the first step differs from random rounding, in standard errors.
+    """Return how far the rounding of weights in the first step is from correct random rounding, in standard errors.
 
     Each weight should be one of the two bfloat16 neighbors of its exact value. The probability of the upper neighbor
-    should be (exact value − lower neighbor) / (upper neighbor − lower neighbor). Then the errors have a mean of zero,
-    and they do not correlate with this probability. If weights are rounded to the nearest neighbor, the correlation is
-    large. Muon's matrices are skipped, because Muon multiplies in bfloat16.
+    should be (exact value − lower neighbor) / (upper neighbor − lower neighbor). Then the rounding errors have a mean
+    of zero, and they do not correlate with this probability. If weights are rounded to the nearest neighbor, the
+    correlation is large. Matrices that Muon updates are skipped, because Muon itself computes in bfloat16.
 
     Args:
         run: The run. It must sum gradients in float32, so that clipping does not round them.
         before: The weights before the first step.
-        gradients: The gradients of this step before clipping.
-        after: The weights after this step.
+        gradients: The gradients of the first step before clipping.
+        after: The weights after the first step.
 
     Returns:
-        The error of the mean or the error of the correlation, whichever is larger. The standard errors allow for the
-        worst case: all processes draw the same random numbers. The result is infinite if a weight is not a neighbor of
-        its exact value.
+        The error of the mean or the error of the correlation, whichever is larger. The standard errors assume the
+        worst case: all processes draw the same random numbers. The result is infinite if a weight is not one of the two
+        neighbors of its exact value.
     """
     exact = {name: nn.Parameter(before[name].double()) for name in gradients}
     optimizer = ReferenceOptimizer(exact, run)

@@ -30,7 +30,8 @@ STEPS = 3
 
 
 class Timeline:
-    """A training callback that records steps 3 to 5 after the start and writes the trace."""
+    """A training callback that records steps 3 to 5 after the start (or resumption) of training and writes their
+    traces."""
 
     def __init__(self, run: RunConfig, job: Job, tokenizer: Tokenizer | None, run_dir: Path) -> None:
         self.job, self.file = job, run_dir / PROFILE_FILE
@@ -42,7 +43,8 @@ class Timeline:
             shutil.rmtree(self.file.parent, ignore_errors=True)
 
     def after_step(self, steps: int) -> None:
-        """Start, continue, or stop recording, and write the trace at the end. Every process must call this.
+        """Start, continue, or stop recording. After the last recorded step, write the trace. Every process must call
+        this.
 
         Raises:
             UserError: A process cannot write its trace, or rank 0 cannot write the record.
@@ -92,7 +94,7 @@ class Timeline:
         return time.time_ns()
 
     def _write(self, path: Path, ended: int, steps: int) -> dict[str, Any]:
-        """Write the trace of this process. Return the mean times and traffic of one step."""
+        """Write the trace of this process. Return the mean times and the mean traffic of one recorded step."""
         temporary = temporary_name(path)
         with writing(path):
             path.parent.mkdir(exist_ok=True)
@@ -120,5 +122,5 @@ class Timeline:
 
 
 def _mark(step: int) -> str:
-    """Return the name of a step in the trace."""
+    """Return the name of the profiler range that surrounds a step in the trace."""
     return f"step {step}"

@@ -37,7 +37,7 @@ from fourfold.verification.exposure import Line
 from fourfold.verification.recorder import Recorder
 
 WINDOWS = ("early", "late")
-"""The two parts of a step. In each of them, peak memory is linear in the number of layers (see ``Recorder.watch``)."""
+"""Names of the two parts of a step. Each part's peak memory is linear in the number of layers (``Recorder.watch``)."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Memory:
     """Bytes in memory on one rank. Tokens, labels, and tensors that are offloaded to the CPU are not counted."""
 
     parameters: int
-    """Number of bytes of the stored shards."""
+    """Number of bytes of the weight shards that the rank stores."""
 
     gradients: int
-    """Number of bytes of the stored shards' gradients when the optimizer steps."""
+    """Number of bytes of the weight shards' gradients when the optimizer steps."""
 
     optimizer: int
     """Number of bytes of the optimizer's states and of the weight averages."""
@@ -57,15 +57,15 @@ class Memory:
     """Peak number of bytes of saved activations and workspaces."""
 
     gathered_weights_peak: int
-    """Peak number of bytes of gathered weights and their buffers."""
+    """Peak number of bytes of gathered weights and of the buffers that they are gathered into."""
 
     total_peak: int
-    """Largest sum of bytes over all categories at one moment."""
+    """Largest number of bytes in memory at one moment, in all categories together."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives in a step with the same axis, operation, and purpose."""
+    """All collectives in a step with the same axis, operation, and purpose. ``count`` is the number of collectives."""
 
     axis: str
     op: str
@@ -73,14 +73,14 @@ class Collective:
     count: int
 
     bytes: int
-    """Sum of the sizes of the full tensors: after a gather, or before a reduction."""
+    """Sum of the sizes of the full tensors. A tensor is full after a gather, and before a reduction."""
 
     exposed_bytes: int
     """Number of bytes that no matmul hides, because no matmul is issued between the collective and the wait for its
     result."""
 
     seconds: float | None = None
-    """Sum of the collectives' durations on a machine, without the time that they wait for each other. None if no
+    """Sum of the collectives' durations on a machine, without the time that collectives wait for each other. None if no
     machine is given."""
 
     exposed_seconds: float | None = None
@@ -90,12 +90,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The trace of one pipeline rank."""
+    """What one pipeline rank stores and sends in a step."""
 
     pp_rank: int
 
     layers: list[tuple[int, int]]
-    """Range of layers [first, last + 1] in each of the rank's stages."""
+    """For each of the rank's stages, the index of its first layer, and the index after its last layer."""
 
     memory: Memory
     collectives: list[Collective]
@@ -103,17 +103,17 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class TraceReport:
-    """The trace of one optimizer step on rank 0."""
+    """What rank 0 stores and sends in one optimizer step."""
 
     world_size: int
     memory: Memory
     collectives: list[Collective]
 
     pipeline: list[RankTrace]
-    """The trace of one rank per pipeline rank. Empty if there is no pipeline."""
+    """The trace of each pipeline rank, in order. Empty if the run has no pipeline."""
 
     def record(self) -> dict[str, Any]:
-        """Return the report as JSON values, with seconds only if a machine is known."""
+        """Return the report as JSON values. It has seconds only if a machine was given."""
         record = asdict(self)
         for rank in (record, *record["pipeline"]):
             rank["collectives"] = [{k: v for k, v in c.items() if v is not None} for c in rank["collectives"]]
@@ -124,17 +124,17 @@ class Sample(NamedTuple):
     """The result of tracing one step."""
 
     collectives: dict[Line, tuple[int, ...]]
-    """Totals by axis, operation, and purpose: count, bytes, and exposed bytes. With a machine, the durations and
-    exposed durations in picoseconds follow."""
+    """Totals by axis, operation, and purpose. In this order: count, bytes, exposed bytes, duration, and exposed
+    duration. Durations are in picoseconds, and 0 without a machine."""
 
     memory: dict[str, tuple[int, ...]]
-    """Peak memory in each window of the step."""
+    """Peak bytes in each of the step's ``WINDOWS``. The keys are the fields of ``Memory``."""
 
 
 def trace(
     run: RunConfig, whole: bool = False, machine: Machine | None = None, expert_load: Sequence[float] | None = None
 ) -> TraceReport:
-    """Trace a run.
+    """Compute what each pipeline rank of a run stores and sends in one optimizer step.
 
     Args:
         run: The run to trace.
@@ -160,11 +160,11 @@ def _trace_rank(
     traced: dict[ContinuedRun, Sample],
     expert_load: Sequence[float] | None,
 ) -> RankTrace:
-    """Trace one pipeline rank.
+    """Compute what one pipeline rank stores and sends in a step.
 
     Args:
-        traced: The results so far, by the size of a rank's part of the run. Ranks in the middle of a pipeline usually
-            have parts of the same size, and then they share a result. New results are added.
+        traced: The results of the small runs that were traced so far. If another rank has already traced a small run
+            of the same size, this function uses that result. It adds the results of new small runs.
     """
     target = point_of(run, pp_rank)
     points = [target] if whole else small_points(run, pp_rank, timed=machine is not None)
@@ -205,7 +205,7 @@ def _trace_rank(
 
 
 def _trace_step(run: RunConfig, pp_rank: int, machine: Machine | None, expert_load: Sequence[float] | None) -> Sample:
-    """Run one real training step on fake tensors, as one rank of the pipeline."""
+    """Run one real training step on fake tensors, as the first process of a pipeline rank."""
     world_size = run.parallel.world_size
     with fake_processes(world_size, pp_rank * (world_size // run.parallel.pp)):
         durations = None if machine is None else Durations(run, machine)
@@ -214,7 +214,7 @@ def _trace_step(run: RunConfig, pp_rank: int, machine: Machine | None, expert_lo
 
 def _fake_step(run: RunConfig, grid: Grid, durations: Durations | None, expert_load: Sequence[float] | None) -> Sample:
     stages = meta_stages(run, grid)
-    # The trace runs on a CPU, so set the chunk size, the loss, and the attention of the device that will run the step.
+    # The trace runs on a CPU. Use the chunk size, the loss, and the attention of the device that will run the step.
     is_for_gpu = run.training.device != "cpu"
     for module in (module for stage in stages.values() for module in stage.model.modules()):
         if isinstance(module, ParallelHead):

@@ -1,8 +1,8 @@
 """Train the run with the trainer itself on small random corpora, resume it on another grid, and check what it records.
 
-This tests the parts of the trainer that a single step does not use: the loader, validation, moving averages, resuming,
-and the log-probabilities of the DPO reference model. Parity's own reference reads the same corpora step by step,
-without a loader and without resuming.
+This tests the parts of the trainer that a single training step does not use: the loader, validation, moving averages,
+resuming, and the log-probabilities of the DPO reference model. Parity's reference on one process reads the same corpora
+step by step, without a loader and without resuming.
 """
 
 import io
@@ -41,7 +41,7 @@ from fourfold.verification.reference_batches import Sequences, batch_of
 
 STEPS, RESUMES_AFTER = 3, 2
 OVERFLOWS = 1
-"""Index of the step that overflows on purpose, if one should. The first step is 0."""
+"""Index of the step (from 0) whose gradients overflow on purpose. Only some runs have such a step."""
 
 VALIDATION_STEPS = 2
 
@@ -49,11 +49,12 @@ AT_DEFAULTS = ("checks", "fault_tolerance", "loss_scaling", "metrics", "evaluati
 """Sections of the run file that are reset to their defaults for the trained run."""
 
 Record = dict[str, float | None]
-"""The metrics that the trainer records for a step. NaN is stored as None."""
+"""The metrics that the trainer records for a step, by name. NaN is stored as None."""
 
 
 def trained_run(run: RunConfig, folder: Path, device: torch.device) -> RunConfig:
-    """Return the short run for the trainer: a few steps on corpora in ``folder``, with a validation after each step."""
+    """Return a short version of the run for the trainer: a few steps on the corpora in ``folder``, with a validation
+    after each step."""
     train, validation = ([Corpus(path=str(folder / name))] for name in ("train", "validation"))
     is_split, kind = run.data.mask_documents, run.data.format
     exempt = [*run.masks.goldfish.exempt, ByteTokenizer.eod_id]  # The goldfish mask never drops special tokens.
@@ -75,13 +76,14 @@ def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place, overfl
     """Train a run in an empty folder, and resume it on another grid. Every process must call this.
 
     Args:
-        run: The run.
-        other: The other grid.
+        run: The run, as ``trained_run`` returned it.
+        other: The grid for the steps after ``RESUMES_AFTER``.
         place: The rank of this process, and the size of the job.
         overflows: Whether the gradients of the step ``OVERFLOWS`` are infinite, so that the trainer skips it.
 
     Returns:
-        The job after the last step, and on rank 0 the trainer's record of each step.
+        The job after the last step, and the trainer's record of each step. The list of records is empty on all ranks
+        except 0.
     """
     with failing_together(), writing(Path(run.output_dir)):
         if dist.get_rank() == 0:
@@ -110,12 +112,12 @@ def train_and_resume(run: RunConfig, other: ParallelConfig, place: Place, overfl
 
 
 def compare_records(run: RunConfig, recorded: list[Record], references: list[Reference]) -> list[Deviation]:
-    """Take the steps of the run with the references, and compare the results with the trainer's record. Only rank 0
-    calls this.
+    """Take the steps of the run with the references, and compare the references' metrics with the trainer's recorded
+    metrics. Only rank 0 calls this.
 
     Args:
         run: The run that was trained.
-        recorded: The recorded metrics of each step.
+        recorded: The trainer's metrics of each step.
         references: The run on one process in float32 and in float64, with its initial weights.
     """
     held_out, *batches = _batches(run, references[0].device)
@@ -144,7 +146,8 @@ def compare_records(run: RunConfig, recorded: list[Record], references: list[Ref
 
 
 def _batches(run: RunConfig, device: torch.device) -> list[Sequences]:
-    """Return the validation batch and the batches of all steps, with labels that the reference computes itself."""
+    """Return the validation batch, and then the batch of each step. Their labels come from ``reference_labels``, not
+    from the loader."""
     goldfish, training = run.masks.goldfish, run.training
     unmasked = run.model_copy(update={"masks": MasksConfig()})
     look_back = goldfish.h if goldfish.strategy == "hash" else 0
@@ -155,7 +158,8 @@ def _batches(run: RunConfig, device: torch.device) -> list[Sequences]:
 
 
 def _figures(reference: Reference, step: int, batch: Sequences, held_out: Sequences) -> dict[str, Tensor]:
-    """Take one step, validate, and return the metrics. The keys are the names in metrics.jsonl."""
+    """Take one step with a reference, validate on ``held_out``, and return the metrics. Their names are the same as in
+    the trainer's metrics.jsonl."""
     run = reference.run
     taken = reference.step(step, batch, run.optimizer.max_grad_norm)
     share = torch.ones(()) if run.dpo.beta else batch.kept_BS.double().mean()

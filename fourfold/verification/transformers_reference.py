@@ -19,10 +19,11 @@ from fourfold.verification.reference_batches import Sequences
 
 
 def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
-    """Return a function that computes logits with the transformers model that ``[model]`` describes.
+    """Return a function that computes logits with a model of transformers. The run's section [model] describes this
+    model.
 
     Raises:
-        UserError: The library is not installed, or it has no model that computes the same as ``[model]``.
+        UserError: transformers is not installed, or it has no model that computes the same as [model] describes.
     """
     config: dict[str, Any] = config_of(run.model)
     transformers = import_transformers()
@@ -34,16 +35,17 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
     scale = run.lora.alpha / max(1, run.lora.rank)
 
     def merged(parameters: Parameters, name: str) -> Tensor:
-        """Return a parameter. If it has a LoRA adapter, add the adapter's update."""
+        """Return a parameter by name. If it has a LoRA adapter, add the adapter's update, alpha / rank · B A."""
         layer = name.removesuffix(".weight")
         if f"{layer}.lora_A" not in parameters:
             return parameters[name]
         return parameters[name] + scale * parameters[f"{layer}.lora_B"] @ parameters[f"{layer}.lora_A"]
 
     def masks(documents_BS: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Return the mask for transformers, or one mask per attention type if the model has several types.
+        """Return the attention mask for transformers, or one mask per attention type if the model has several types.
 
-        In most models of transformers, the mask replaces the model's own sliding windows, so it includes the windows.
+        In most models of transformers, this argument replaces the mask of the model's own sliding windows. So the
+        returned mask includes the windows.
         """
         windows = {kind: run.model.sliding_window * (kind == SLIDING) for kind in (FULL, SLIDING)}
         by_kind = {kind: _block_diagonal(documents_BS, dtype, window) for kind, window in windows.items()}
@@ -75,7 +77,7 @@ def transformers_logits(run: RunConfig, device: torch.device) -> Logits:
 
 
 def _document_by_document(called: Callable[..., Tensor], *tokens_positions_documents: Tensor) -> Tensor:
-    """Return the logits [B, S, V], computed one document at a time."""
+    """Return the logits [B, S, V]. Call the model separately for each document of each sequence."""
     rows = []
     for tokens_S, positions_S, documents_S in zip(*tokens_positions_documents, strict=True):
         lengths = documents_S.unique_consecutive(return_counts=True)[1].tolist()
@@ -85,8 +87,9 @@ def _document_by_document(called: Callable[..., Tensor], *tokens_positions_docum
 
 
 def _block_diagonal(documents_BS: Tensor, dtype: torch.dtype, window: int) -> Tensor:
-    """Return the mask [B, 1, S, S] that transformers adds to scores: 0 if a query may see a key, and otherwise the
-    dtype's lowest number."""
+    """Return the mask [B, 1, S, S] that transformers adds to attention scores: 0 if a query may see a key, and the
+    dtype's lowest number otherwise. A query sees its own key and the earlier keys of its document. If ``window`` is not
+    0, the query sees only the last ``window`` of these keys."""
     is_seen_BSS = (documents_BS[:, :, None] == documents_BS[:, None, :]).tril()
     if window:
         place_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)

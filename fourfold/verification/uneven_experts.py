@@ -11,10 +11,11 @@ OUTWEIGHS_SCORES = 4.0
 
 
 def skew_router_biases(job: Job) -> None:
-    """Set the biases of the job's routers. If the routers have no biases, change nothing. Every process must call this.
+    """Set the biases of the job's routers so that experts get uneven loads. If the routers have no biases, change
+    nothing. Every process must call this.
 
-    With these biases, every router has one expert that it never chooses. If each token goes to several experts, every
-    router also has one expert that it always chooses. These experts differ between neighboring layers. With LoRA, the
+    Afterwards, every router has one expert that it never chooses. If each token goes to several experts, every router
+    also has one expert that it always chooses. In neighboring layers, these are different experts. With LoRA, the
     biases stay zero, because checkpoints of LoRA do not save them.
     """
     experts = job.run.model.num_experts

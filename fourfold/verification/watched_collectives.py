@@ -37,22 +37,22 @@ class TimedCollective:
 
 
 class WatchedCollectives:
-    """Watches every collective, including FSDP2's, while the context is open, and names it in the profiler's trace.
+    """Watches every collective while the context is open, including FSDP2's. In the profiler's trace, each collective
+    gets a range with its name.
 
-    On a GPU, this class does not record when a collective ends. The profiler's trace shows the ends.
+    On a GPU, this class does not record when a collective ends, because the profiler's trace shows it.
     """
 
     def __init__(self, grid: Grid, on_gpu: bool) -> None:
         self._names, self._on_gpu = CollectiveNames(grid), on_gpu
         self.sent: dict[Line, list[int]] = {}
-        """Number of collectives and bytes of each line. As in ``fourfold trace``, the bytes are the size of the full
-        tensor."""
+        """For each axis, operation, and purpose: the number of collectives, and the bytes of their full tensors."""
         self.dtypes: defaultdict[str, set[torch.dtype]] = defaultdict(set)
-        """The dtypes of the tensors that were sent for each purpose."""
+        """For each purpose, the dtypes of the tensors that were sent."""
         self.flights: list[TimedCollective] = []
         self.held: list[tuple[str, int, int]] = []
-        """Axis, start, and end (ns since the Unix epoch) of each time span that this process spent issuing a collective
-        or waiting for it."""
+        """Time spans that the step's thread spent issuing a collective or waiting for it. Each has the axis, the start,
+        and the end (ns since the Unix epoch)."""
         self._step_thread = get_ident()
         self._flight_of: WeakKeyDictionary[dist.Work, TimedCollective] = WeakKeyDictionary()
         self._replaced: list[tuple[type, str, Any]] = []
@@ -100,7 +100,8 @@ class WatchedCollectives:
         return issue
 
     def _ending(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Name the end of a group of sends and receives in the trace, because NCCL runs them at that point."""
+        """In the trace, put a range around the end of a group of sends and receives. NCCL launches the whole group at
+        this point."""
 
         def end(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             with record_function(self.flights[-1].name):
@@ -123,7 +124,7 @@ class WatchedCollectives:
         return wait
 
     def _hold(self, axis: str, start: int) -> None:
-        """Record that the step's thread has been busy with a collective since ``start``. Other threads' waits (see
-        ``parallel.data.fsdp_on_gloo``) are not recorded."""
+        """Record that the step's thread has been busy with a collective since ``start``. Do nothing on any other
+        thread, such as the threads of ``parallel.data.fsdp_on_gloo``."""
         if get_ident() == self._step_thread:
             self.held.append((axis, start, time.time_ns()))

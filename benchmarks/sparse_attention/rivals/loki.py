@@ -48,7 +48,7 @@ class Loki(Rival):
         return torch.zeros_like(worth_BKS, dtype=torch.bool).scatter_(-1, chosen_BKk, True)
 
     def attend(self, step: Step, chosen_BKS: Tensor) -> Tensor:
-        """Attend to the chosen keys, and to the mean of the rest."""
+        """Attend to the chosen keys, and to the mean of all other keys."""
         chosen_BK1S, coded_BKGS = chosen_BKS[:, :, None], self._coded(step)
         share_BKG1, _ = share_of_chosen(scores_of(step), coded_BKGS, chosen_BK1S, coded_BKGS, ~chosen_BK1S)
         rest_BK1S = ~chosen_BK1S / (~chosen_BK1S).sum(-1, keepdim=True).clamp(min=1)

@@ -19,7 +19,8 @@ class ReusingLoki(Loki):
     """Loki with reused choices.
 
     If a choice is reused, Loki reads no codes. So it cannot estimate the weight of the mean of all other keys, and
-    attends only to the chosen keys. The last keys are always among them, also the keys that are newer than the choice.
+    attends only to the chosen keys. The last keys are always among the chosen keys, even if they are newer than the
+    choice.
 
     Args:
         encoders: For each layer, what ``LokiBasis.of_layer`` returns.

@@ -1,1 +1,2 @@
-"""The transformers architectures that the decoder can compute, and their config.json. Nothing here imports torch."""
+"""Describe the transformers architectures that fourfold's decoder can compute, and read and write their config.json.
+Nothing here imports torch."""

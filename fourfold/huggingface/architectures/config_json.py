@@ -1,4 +1,5 @@
-"""Convert a Hugging Face config.json to the keys of ``[model]``. Refuse models that the decoder cannot compute.
+"""Convert a Hugging Face config.json to the keys of ``[model]``, a table of the run file. Refuse models that the
+decoder cannot compute.
 
 Keys that transformers ignores are ignored here too. A missing key gets transformers' default.
 """
@@ -43,8 +44,7 @@ NEVER_NULL = (
 it as false."""
 
 NONE_IS_0 = ("attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
-"""Keys of features that can be switched off. config.json does this with the value null, and [model] with the value 0.
-"""
+"""Keys of features that can be switched off. The value null switches a feature off in config.json, and 0 in [model]."""
 
 NEVER_0 = dict.fromkeys(NONE_IS_0[:2], "divides by zero; null means no cap") | {
     "q_lora_rank": "is not a width; null computes queries without latents",
@@ -57,8 +57,8 @@ NEVER_0 = dict.fromkeys(NONE_IS_0[:2], "divides by zero; null means no cap") | {
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return a config.json, given its path or its folder. If the model also takes images, return only the text model's
-    part. Raise ``UserError`` if there is no such file or it is invalid."""
+    """Return the content of a config.json. ``path`` is the file or its folder. If the model also takes images, return
+    only the text model's part. Raise ``UserError`` if there is no such file or it is invalid."""
     file = path if path.suffix == ".json" and not path.is_dir() else path / CONFIG_FILE
     if file is not path and path.is_dir():
         check_model_folder(path)
@@ -243,7 +243,7 @@ def _check_head_dim(keys: Mapping[str, Any], family: Family, size: Any, where: s
 
 
 def local_folder(name: str, patterns: Sequence[str] = (CONFIG_FILE,)) -> Path:
-    """Return a model's folder: ``name`` itself, or the Hub's cache of that id, downloaded if needed.
+    """Return a model's folder: ``name`` itself, or the local copy of the Hub's model, downloaded if needed.
 
     Args:
         name: A folder, or an id on the Hub.

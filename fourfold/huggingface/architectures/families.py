@@ -1,5 +1,5 @@
-"""The transformers architectures that the decoder can compute. ``families.toml`` describes them, most of them by their
-differences from another architecture."""
+"""Load the transformers architectures that the decoder can compute. ``families.toml`` describes them, most of them by
+their differences from another architecture."""
 
 import tomllib
 from collections.abc import Callable, Mapping
@@ -20,11 +20,12 @@ _SLIDES: dict[str, Callable[[int, Mapping[str, Any]], bool] | None] = {
     "all_but_patterns_last": lambda layer, given: bool((layer + 1) % given["sliding_window_pattern"]),
     "as_in_flint": lambda layer, given: layer > 1 and layer % 4 != 1 and layer < given["num_hidden_layers"] - 1,
 }
-"""Maps names in families.toml to values of ``Family.slides``."""
+"""Maps the names of patterns in families.toml to functions that say whether a layer has a sliding window
+(``Family.slides``)."""
 
 
 def _families() -> dict[str, Family]:
-    """Return the architectures of ``families.toml``."""
+    """Return the architectures of ``families.toml``, by model_type."""
     found: dict[str, Family] = {}
     text = (files("fourfold.huggingface.architectures") / "families.toml").read_text(encoding="utf-8")
     for kind, entries in _with_none(tomllib.loads(text)).items():

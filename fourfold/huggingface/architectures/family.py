@@ -1,4 +1,4 @@
-"""The record of a transformers architecture: the keys, defaults, and requirements of its config.json."""
+"""Define the record of a transformers architecture: the keys, defaults, and requirements of its config.json."""
 
 from __future__ import annotations
 
@@ -29,18 +29,21 @@ REQUIRED: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config"
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture of transformers."""
+    """One architecture of transformers: how its config.json maps to [model] (a table of the run file)."""
 
     architecture: str
+    """Name of the class in transformers."""
     keys: Mapping[str, str]
-    """Maps keys of [model] to their names in config.json. A file may omit some of them."""
+    """Maps keys of [model] to the names of these keys in config.json. A config.json may lack some keys."""
     defaults: Mapping[str, Any]
-    """The family's default values for missing keys."""
+    """The family's default values for keys that a config.json lacks."""
     fixed: Mapping[str, Any]
     """Keys of [model] that have the same value in every model of the family."""
     activations: Mapping[str, Mapping[str, Any]]
-    """Keys of [model] for each value of the family's ``activation_key``. The first value is the default."""
+    """For each value of the family's ``activation_key``, the keys of [model] that it sets. The first value is the
+    default."""
     activation_key: str = "hidden_act"
+    """Name of the key of config.json that selects the MLP's activation."""
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys of config.json that must have one of these values, because the decoder supports no other value."""
     rope_theta: str = "rope_theta"
@@ -52,17 +55,19 @@ class Family:
     rope_types: tuple[str, ...] = tuple(ROPE_KEYS)
     """The types of rotary scaling that the family supports."""
     other_names: Mapping[str, str] = field(default_factory=dict)
-    """Alternative names that transformers also reads or writes. Each maps to the key that it overrides."""
+    """Maps alternative names of keys, which transformers also reads or writes, to the usual names. If a file has both
+    names, the value under the alternative name counts."""
     dense_layers: Literal["mlp_only_layers", "mlp_layer_types"] | None = None
     """Name of the key that lists the layers without experts, or the kinds of all layers ("dense" and "sparse"). The
-    decoder requires that the layers without experts come first."""
+    decoder requires that the layers without experts come first. None if the family has no such key."""
     shared_experts: str | None = None
-    """Name of the key that gives the shared expert's width as a multiple of an expert's width."""
+    """Name of the key that gives the shared expert's width as a multiple of an expert's width. None if the family has
+    no such key."""
     slides: Callable[[int, Mapping[str, Any]], bool] | None = None
     """Function that returns whether a layer uses the config's sliding_window. None if the family has no sliding
     window."""
     lists_layer_types: bool = False
-    """Whether the key layer_types, if given, replaces ``slides``."""
+    """Whether layer_types in config.json, if given, says which layers have a sliding window, instead of ``slides``."""
     has_linear_layers: bool = False
     """Whether layers have linear or full attention, as layer_types lists them. By default, every n-th layer has full
     attention, with n = full_attention_interval."""
@@ -85,7 +90,7 @@ class Family:
     """Another name of the class in published files. Such files came with their own code before transformers had the
     class."""
     quantization: Mapping[str, Any] = field(default_factory=dict)
-    """Keys and values of the quantization_config of files whose quantized weights can be read."""
+    """Keys and values that quantization_config must have, so that fourfold can read the quantized weights."""
 
     def variant(self, architecture: str, keys: Table, defaults: Table, fixed: Table, **changes: Any) -> Family:
         """Return a copy of this architecture with some changes.

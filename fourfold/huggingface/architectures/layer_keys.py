@@ -1,4 +1,4 @@
-"""Read how the layers of a Hugging Face config.json differ: which have experts, windows, or rotary embeddings."""
+"""Read which layers of a Hugging Face config.json have experts, sliding windows, or rotary embeddings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +13,9 @@ MOST_LAYERS = 10_000
 
 
 def rotating_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Return the key no_rope_layers if config.json says which layers rotate queries and keys. The list has 1 for each
-    of these layers, and 0 for each layer without rotation.
+    """Return the key no_rope_layers of [model] if config.json says which layers have rotary embeddings. The key's value
+    is a list with 1 for each of these layers, and 0 for each layer without rotary embeddings. If config.json lists a
+    rotary base for each layer, also return rope_theta.
 
     Args:
         given: The config.json, with the family's defaults for missing keys.
@@ -22,7 +23,7 @@ def rotating_layers(given: Mapping[str, Any], family: Family, where: str) -> dic
         where: The beginning of error messages, which names the file.
 
     Raises:
-        UserError: The key that says which layers rotate has an invalid value.
+        UserError: The key that says which layers have rotary embeddings has an invalid value.
     """
     if family.rotating_layers == "with_theta" and given["layer_rope_theta"] is not None:
         return _thetas_of_layers(given, family, where)
@@ -93,7 +94,8 @@ def check_layer_types(kinds: Any, known: tuple[str, ...], given: Mapping[str, An
 
 
 def _thetas_of_layers(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Return the rotary base that all layers with rotary embeddings share, and the list of these layers."""
+    """Return the keys of [model] for a config.json that lists a rotary base for each layer: rope_theta, the base that
+    all layers with rotary embeddings share, and no_rope_layers."""
     listed, count = given["layer_rope_theta"], count_layers(given, family, where)
     thetas = listed[:count] if isinstance(listed, list) else []
     bases = {theta for theta in thetas if isinstance(theta, int | float) and theta != 0}
@@ -114,7 +116,7 @@ def count_layers(given: Mapping[str, Any], family: Family, where: str) -> int:
 
 
 def expert_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Return the keys of [model] for the layers without experts and for the shared expert."""
+    """Return the keys of [model] that say which layers have no experts, and how wide the shared expert is."""
     keys = {}
     if family.dense_layers is not None and given.get(family.dense_layers) is not None:
         keys["first_k_dense_replace"] = _first_dense_layers(given, family, family.dense_layers, where)
@@ -127,7 +129,7 @@ def expert_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[st
 
 
 def _first_dense_layers(given: Mapping[str, Any], family: Family, name: str, where: str) -> int:
-    """Return the number of layers with a dense MLP. These must be the first layers."""
+    """Return the number of layers with a dense MLP. Raise ``UserError`` if other layers come before these layers."""
     layers = listed = given[name]
     if name == "mlp_layer_types" and isinstance(listed, list):
         layers = [layer for layer, kind in enumerate(listed) if kind != "sparse"]

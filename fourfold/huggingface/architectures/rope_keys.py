@@ -8,7 +8,7 @@ from fourfold.huggingface.architectures.family import ROPE_KEYS, Family
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 OF_SLIDING = {"rope_type", "rope_theta"}
-"""Keys that the rotary table of sliding-window layers can have."""
+"""Keys that can be in config.json's table of rotary embeddings for sliding-window layers."""
 OF_IMAGES = {"mrope_section", "mrope_interleaved"}
 """Keys that divide the rotary channels among the axes of an image. They have no effect on text, whose tokens have the
 same position on each axis."""
@@ -64,7 +64,7 @@ def rope_keys(given: Mapping[str, Any], family: Family, where: str) -> dict[str,
 
 def _scaling(rope: dict[str, Any], kind: str, given: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
     """Return the factors of a type of rotary scaling, from the table ``rope`` of config.json."""
-    # transformers reads null as false, and a missing key as true.
+    # transformers reads truncate = null as false, and a missing truncate as true.
     if "truncate" in rope and rope["truncate"] is None:
         rope["truncate"] = False
     rope = {key: value for key, value in rope.items() if value is not None and (key != "truncate" or kind == "yarn")}
@@ -91,8 +91,8 @@ def _scaling(rope: dict[str, Any], kind: str, given: Mapping[str, Any], family: 
 def _local_rope(
     given: Mapping[str, Any], family: Family, tables: Mapping[str, Any], scaling: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the rotary base of sliding-window layers, and the rotary table of full-attention layers. rope_scaling
-    applies only to full-attention layers."""
+    """Return the key of [model] for the rotary base of sliding-window layers, and then config.json's rotary settings
+    for full-attention layers. rope_scaling applies only to full-attention layers."""
     # In these families, rope_parameters has one table per type of layer. transformers would silently ignore a table
     # without a type.
     if tables and not tables.keys() & {FULL, SLIDING}:
@@ -115,7 +115,7 @@ def _local_rope(
 
 
 def check_number(key: str, value: Any, positive: bool = False) -> None:
-    """Raise ``UserError`` if the value of a key is not a number, or with ``positive``, not a positive number."""
+    """Raise ``UserError`` if the value of a key is not a number. If ``positive`` is true, also refuse numbers ≤ 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or (positive and not value > 0):
         raise UserError(f"{key} = {value!r} is not a {'positive ' * positive}number")
 

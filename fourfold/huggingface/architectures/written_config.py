@@ -17,7 +17,7 @@ NOT_COMPUTED = {"preset", "from_hf", "initializer_range", "pad_vocab_size_to_mul
 def config_of(model: ModelConfig, kind: str | None = None) -> dict[str, Any]:
     """Return a config.json of the family ``kind`` for a model.
 
-    The default is the first family that can compute the model.
+    If ``kind`` is None, use the first family that can compute the model.
 
     Raises:
         UserError: ``kind`` is unknown or computes something else, or no family computes what the model computes.

@@ -1,4 +1,4 @@
-"""List the models that Loki supports, find their attention modules, and say why Loki does not support other models."""
+"""List the models that Loki supports, find their attention modules, and say why Loki does not support some models."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SUPPORTED = (
     "phimoe", "granite", "granitemoe", "olmo", "olmo2", "olmo3", "olmoe", "flex_olmo", "apertus", "arcee", "nemotron",
     "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
-"""Model types whose attention is softmax(q·k) v, with a cache in each layer and a rotary embedding in the half-split
-layout. The heads may have learned sinks."""
+"""Model types that Loki supports. Their attention is softmax(q·k) v, each layer has its own keys and values, and the
+rotary embedding has the half-split layout of Llama. The heads may have learned sinks."""
 
 LACKING = {
     "gemma2": "their attention caps the scores (softcap)",
@@ -28,6 +28,7 @@ LACKING = {
     "gpt2": "they have no rotary embedding, and their contexts are short",
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "most of their layers have linear attention"),
 }
+"""Model types that Loki does not support, each with the reason."""
 
 
 class AttentionModule(nn.Module):
@@ -43,11 +44,11 @@ class AttentionModule(nn.Module):
     loki: object
     """A ``LayerState`` while Loki is enabled for the model."""
     loki_observer: object
-    """The observer while ``observe_keys`` is active."""
+    """The object that receives queries and keys while the context of ``observe_keys`` is open."""
 
 
 def attentions_of(model: PreTrainedModel) -> list[AttentionModule]:
-    """Return every layer's attention module, in order.
+    """Return the attention module of every layer, in the order of the layers.
 
     Raises:
         UserError: Loki does not support the model.
@@ -71,15 +72,16 @@ def attentions_of(model: PreTrainedModel) -> list[AttentionModule]:
 
 
 def key_shape(attention: AttentionModule) -> tuple[int, int]:
-    """Return the number of KV heads and the size of a head (head_dim)."""
+    """Return the number of KV heads, and then the number of dims of a head (head_dim)."""
     return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
 
 
 def window_of(attention: AttentionModule) -> int | None:
-    """Return a layer's sliding window, or None if the layer sees the whole context. Loki is not used in layers with a
-    window.
+    """Return the number of tokens in a layer's sliding window, or None if the layer sees the whole context. Loki is not
+    used in layers with a window.
 
-    A window that is as long as the model's longest context does not count. Phi-3 and StarCoder2 can have such a window.
+    Also return None for a window that is at least as long as the model's longest context. Phi-3 and StarCoder2 can have
+    such a window.
     """
     kinds = getattr(attention.config, "layer_types", None)
     if kinds is not None and kinds[attention.layer_idx] == "full_attention":

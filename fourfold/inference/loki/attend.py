@@ -1,5 +1,6 @@
 """Run one decoding step: rank the cached keys by their codes, gather the best keys, and attend to them exactly. All
-other keys (the rest) count as one key whose value is their mean.
+other keys (the rest) together count as one key, whose value is the mean of the values of the rest. The code of a key
+holds the key's leading components in 2 bits each (``codes.py``).
 
 Shape letters: B sequences, N query heads, K KV heads, G = N / K, S keys, D head_dim, d leading components, C bytes of
 codes, k chosen keys.
@@ -32,25 +33,25 @@ def decode(
     k_B: Tensor | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Return the output of attention from one token to the best k of its cached keys and to the mean of all other keys
-    (the rest), [B, N, D]. Without the rest, this is algorithm 1 of arXiv 2406.02542.
+    """Attend from one token of each sequence to the best k of the cached keys, and to the mean of all other keys (the
+    rest). Return the output, [B, N, D]. The output is zero for a sequence that sees no key.
 
-    A sequence that sees no key gets zeros.
+    Algorithm 1 of arXiv 2406.02542 does the same, but without the rest.
 
     Args:
-        query_BND: Queries of one token.
+        query_BND: Queries of one token of each sequence.
         key_BKSD: Cached keys.
         value_BKSD: Cached values.
         value_sum_BKD: Sum of the values that each sequence sees, in float32 or wider.
         code_BKSC: The codes of the keys, as ``encoder.encode`` returns them. Keys are ranked by these codes.
-        encoder: The layer's encoder.
-        k: Number of keys to attend to.
+        encoder: The layer's encoder, which has computed the codes.
+        k: Number of keys to attend to, without the rest.
         config: Loki's settings.
-        scaling: Factor on the scores.
-        visible_B1S: True for keys that a sequence may see. None if it may see all keys.
+        scaling: Factor that the products of queries and keys are multiplied by.
+        visible_B1S: True for keys that a sequence may see. None if every sequence may see all keys.
         k_B: Number of keys that each sequence attends to, at most k. None if all sequences attend to k keys.
-        sinks_N: The sink of each query head, if the model has sinks (GPT-OSS). A sink is one more score, without a
-            value.
+        sinks_N: The sink of each query head, if the model has sinks (GPT-OSS). A sink is one more score in the softmax,
+            without a value.
     """
     query_BKGD = query_BND.unflatten(1, (key_BKSD.shape[1], -1))
     query_BKGd = (encoder.project_queries(query_BKGD) * scaling).to(key_BKSD.dtype)
@@ -73,7 +74,7 @@ def decode(
 
 
 def _compiled(step: DecodeStep, package: Literal["triton", "numba"]) -> tuple[Tensor, Tensor]:
-    """Run the step with the kernels of a package. Import the package only now, because it may not be installed."""
+    """Run the step with kernels in Triton or Numba. Import the package only now, because it may not be installed."""
     if package == "triton":
         from fourfold.inference.loki import triton_kernels
 
@@ -87,12 +88,12 @@ def attend_to_chosen(step: DecodeStep, chosen_BKk: Tensor, coded_BKGS: Tensor) -
     """Attend exactly to the chosen keys, and to the mean of all other keys. Return the output, [B, K, G, D], and the
     log-sum-exps of the scores, [B, K, G].
 
-    With ``k_B``, a sequence has chosen only the first k_B keys.
+    If ``step.k_B`` is set, a sequence attends only to its first k_B chosen keys.
 
     Args:
-        step: The step.
+        step: The queries, the cache, and the settings of the step.
         chosen_BKk: Positions of the chosen keys.
-        coded_BKGS: The scores of all keys by their codes.
+        coded_BKGS: The scores of all keys, computed from the keys' codes.
     """
     dtype, exact = step.query_BKGD.dtype, step.value_sum_BKD.dtype
     is_chosen_BKk = torch.ones_like(chosen_BKk, dtype=torch.bool)

@@ -1,4 +1,7 @@
-"""Define a model's Loki basis: the components of the keys, for each layer and KV head. Save and load it."""
+"""Define, save, and load a model's Loki basis: the directions along which Loki compares queries and keys.
+
+The directions are also called components. Each layer and KV head has its own components.
+"""
 
 from __future__ import annotations
 
@@ -28,64 +31,65 @@ PARTS = {
 }
 """The tensors that a basis file has for each kind of components."""
 KINDS = tuple(PARTS)
-"""Kinds of components: of the keys before ("pre") and after ("post") their rotary embedding, and of the scores, which
-depend on the keys and on the queries ("scores")."""
+"""Kinds of components. "pre" and "post" are principal components of the keys before and after their rotary embedding.
+"scores" are components that approximate the products of queries and keys best."""
 
 
 @dataclass(frozen=True)
 class Components:
-    """The principal components of the keys, for every layer and KV head."""
+    """The components of one of the ``KINDS``, for every layer and KV head."""
 
     vectors_LKDD: Tensor
-    """Columns that project the keys, sorted by variance in descending order."""
+    """For each layer and KV head, a matrix that projects keys. Its columns are sorted by variance, largest first."""
     variances_LKD: Tensor
-    """Variances along the columns, in descending order."""
+    """The variance along each column, in descending order."""
     queries_LKDD: Tensor | None = None
-    """Columns that project the queries. None if they are the same as for the keys."""
+    """For each layer and KV head, a matrix that projects queries. None if ``vectors_LKDD`` projects queries too."""
 
     def ranks_at(self, share: float) -> Tensor:
-        """Return the smallest number of components that explain this fraction of the variance, [L, K] (Rank@v, arXiv
-        2406.02542, eq. 2)."""
+        """Return, for each layer and KV head, the smallest number of components that together explain at least the
+        fraction ``share`` of the variance, [L, K]. The Loki paper calls this number Rank@v (arXiv 2406.02542, eq. 2).
+        """
         variances_LKD = self.variances_LKD.double().clamp(min=0)
         explained_LKD = variances_LKD.cumsum(-1) / variances_LKD.sum(-1, keepdim=True).clamp(min=1e-300)
         # Clamp the number, because rounding errors could give more components than exist.
         return ((explained_LKD < share - 1e-12).sum(-1) + 1).clamp(max=variances_LKD.shape[-1])
 
     def sides(self, layer: int, d: int) -> Tensor:
-        """Return the leading d directions of one layer, for the queries and for the keys, [2, K, D, d]."""
+        """Return the leading d directions of one layer: first for queries, then for keys, [2, K, D, d]."""
         of_queries = self.vectors_LKDD if self.queries_LKDD is None else self.queries_LKDD
         return torch.stack([of_queries[layer, ..., :d], self.vectors_LKDD[layer, ..., :d]])
 
 
 @dataclass(frozen=True)
 class LokiBasis:
-    """The result of a calibration."""
+    """The result of calibrating Loki for one model: directions that rank its keys, and statistics of its keys."""
 
     components: dict[str, Components]
     """Components by kind (one of ``KINDS``). A random basis has only "post"."""
     best: tuple[str, ...]
     """For each layer, the kind that ranked held-out keys best."""
     mean_LKD: Tensor
-    """Mean of the keys after their rotary embedding."""
+    """Mean of the keys after their rotary embedding, for each layer and KV head."""
     covariance_LKDD: Tensor
-    """Covariance of the keys after their rotary embedding."""
+    """Covariance of the keys after their rotary embedding, for each layer and KV head."""
     fingerprint: Fingerprint
-    """Fingerprint of the calibrated model."""
+    """Properties that identify the calibrated model."""
     seq_length: int
     """Number of tokens in the longest calibration window."""
     tokens: int
-    """Number of calibration tokens."""
+    """Number of tokens that the components were computed from."""
     recall: dict[str, list[float]] = field(default_factory=dict)
-    """Recall of each layer, by kind: how well the components rank held-out keys. A ranking with the default number of
-    components chooses the default share of the keys. The recall is the fraction of the truly best keys that this
-    ranking chooses. Empty for a random basis."""
+    """The recall of each layer, by kind of components: of the keys with the largest exact scores, the fraction that
+    Loki chooses. It was measured on held-out windows, with Loki's default fractions of components and keys. Empty for a
+    random basis."""
     gate: dict[str, Any] | None = None
     """The result of ``choose_settings`` as JSON values, or None if the quality was not measured. ``gate["chosen"]`` has
     the chosen ``d_f`` and ``k_f``, or nothing if no settings kept enough quality."""
 
     @property
     def head_dim(self) -> int:
-        """Return the size of a head."""
+        """Return the number of dims of an attention head."""
         return next(iter(self.components.values())).vectors_LKDD.shape[-1]
 
     def missing(self, config: LokiConfig) -> dict[str, float]:
@@ -97,8 +101,8 @@ class LokiBasis:
         return _not_given(config, (self.gate or {}).get("chosen", {}))
 
     def filled(self, config: LokiConfig) -> LokiConfig:
-        """Return the settings with explicit numbers of components and keys. Numbers that the settings do not set are
-        the chosen numbers of ``gate``, or Loki's defaults.
+        """Return a copy of the settings that sets the number of components and the number of keys. A number that
+        ``config`` does not set comes from ``gate["chosen"]``, or is Loki's default if there is none.
 
         Args:
             config: Loki's settings.
@@ -107,14 +111,14 @@ class LokiBasis:
         return config.model_copy(update=defaults | self.missing(config))
 
     def of_layer(self, layer: int, config: LokiConfig) -> Encoder:
-        """Return the encoder of one layer. The settings select the kind of components and their number d.
+        """Return the encoder of one layer. ``config`` selects the kind of components and their number d.
 
         Args:
             layer: Index of the layer.
             config: Loki's settings.
 
         Raises:
-            UserError: The basis does not have this kind of components.
+            UserError: The basis does not have this kind of components, or ``config.d`` exceeds the dims of a head.
         """
         kind = self.best[layer] if config.basis == "best" else config.basis
         if kind not in self.components:
@@ -125,7 +129,8 @@ class LokiBasis:
         return Encoder.of(queries_KDd, keys_KDd, self.mean_LKD[layer], self.covariance_LKDD[layer])
 
     def random(self, seed: int = 0) -> LokiBasis:
-        """Return a basis of random directions for the same model. A calibrated basis must rank keys better.
+        """Return a basis of random directions for the same model, as a control. A calibrated basis must rank keys
+        better.
 
         Args:
             seed: Seed of the directions.
@@ -137,7 +142,7 @@ class LokiBasis:
         return replace(self, components={"post": components}, best=best, recall={}, gate=None)
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file, completely or not at all.
+        """Write the basis to a safetensors file. The file is written completely or not at all.
 
         Args:
             path: Path of the file.
@@ -204,8 +209,8 @@ class LokiBasis:
         return basis
 
     def record(self) -> dict[str, Any]:
-        """Return a summary of the basis as JSON values: Rank@90 of every layer and head, the recall of each kind, and
-        the kind that ranked the keys best."""
+        """Return a summary of the basis as JSON values. It has Rank@90 of every layer and KV head (the number of
+        components that explain 90 % of the variance), the recall of each kind, and the best kind of each layer."""
         ranks = {kind: each.ranks_at(0.9) for kind, each in self.components.items()}
         return {
             "seq_length": self.seq_length,
@@ -220,13 +225,14 @@ class LokiBasis:
 
 
 def _not_given(config: LokiConfig, values: dict[str, float]) -> dict[str, float]:
-    """Return the values that the settings do not set, neither as a share, such as ``d_f``, nor as a number (``d``)."""
+    """Return the entries of ``values`` that ``config`` does not set. A ``config`` with ``d`` counts as setting ``d_f``,
+    and a ``config`` with ``k`` counts as setting ``k_f``."""
     given = config.model_fields_set
     return {name: value for name, value in values.items() if not given & {name, name.removesuffix("_f")}}
 
 
 def _parsed_gate(text: str) -> dict[str, Any] | None:
-    """Return a basis file's ``gate``. Raise an error if its chosen settings are impossible."""
+    """Parse ``gate`` from a basis file. Raise an error if the settings in ``gate["chosen"]`` are impossible."""
     gate: dict[str, Any] | None = parse_json(text)
     if gate is not None:
         checked = LokiConfig(**gate["chosen"])
@@ -235,10 +241,10 @@ def _parsed_gate(text: str) -> dict[str, Any] | None:
 
 
 def _check(components: Components, where: str) -> None:
-    """Raise ``UserError`` if the directions have a wrong shape or are not finite, or if the scores in all directions
-    together differ from the exact scores.
+    """Raise ``UserError`` if the directions have a wrong shape or are not finite, or if they change the scores. In all
+    directions together, the products of projected queries and keys must equal the exact scores.
 
-    Without this check, Loki would choose arbitrary keys and report no error.
+    Without this check, Loki would choose arbitrary keys with a damaged basis, and report no error.
     """
     vectors_LKDD = components.vectors_LKDD.double()
     queries_LKDD = vectors_LKDD if components.queries_LKDD is None else components.queries_LKDD.double()

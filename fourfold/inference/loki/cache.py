@@ -1,4 +1,5 @@
-"""Define Loki's cache layers. In addition to keys and values, they store what is needed to rank the keys.
+"""Define Loki's cache layers. ``GrowingLayer`` stores keys and values. ``LokiLayer`` also stores the codes of the keys
+and the sum of the values.
 
 ``replace_cache`` replaces the layers of a transformers cache with these layers, and copies the contents.
 """
@@ -18,8 +19,8 @@ from fourfold.inference.loki.rest import ValueSum
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values in storage that grows by doubling. transformers' own layer would copy all keys and values for
-    each new token."""
+    """A cache layer whose storage for keys and values doubles when it is full. transformers' own layer would copy all
+    keys and values for each new token."""
 
     def __init__(self, capacity: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
@@ -39,7 +40,7 @@ class GrowingLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values, and return views of all of them."""
+        """Append keys and values, and return views of all cached keys and of all cached values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.key_buffer.append(key_states)
@@ -81,15 +82,15 @@ class GrowingLayer(DynamicLayer):
             self._set_views()
 
     def _set_views(self) -> tuple[Tensor, Tensor]:
-        """Update the attributes that transformers reads."""
+        """Set ``keys`` and ``values``, which transformers reads, to views of the cached tokens. Return the views."""
         keys, values = self.key_buffer.filled, self.value_buffer.filled
         self.keys, self.values = keys, values
         return keys, values
 
 
 class LokiLayer(GrowingLayer):
-    """Keys and values, the codes of the keys, [B, K, S, C], and the sum of the values. To rank the keys, Loki reads
-    only the codes."""
+    """A cache layer with keys, values, the codes of the keys, [B, K, S, C], and the sum of the values. To rank the
+    keys, Loki reads only the codes."""
 
     def __init__(self, encoder: Encoder, capacity: int = 0) -> None:
         super().__init__(capacity)
@@ -97,7 +98,7 @@ class LokiLayer(GrowingLayer):
         self.code_buffer, self.value_sum = GrowingTensor(capacity), ValueSum()
         self.code_BKSC: Tensor | None = None
         """The codes during an attention pass, on the device of the keys that ``update`` returned. The attention reads
-        this attribute instead of the buffer, because the buffers of an offloaded cache are back on the CPU by then."""
+        this attribute instead of the buffer, because an offloaded cache has moved its buffers to the CPU by then."""
 
     @property
     def buffers(self) -> tuple[GrowingTensor | ValueSum, ...]:

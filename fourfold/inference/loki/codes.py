@@ -1,6 +1,6 @@
 """Encode the leading components of keys in 2 bits each. Loki ranks the keys by these codes.
 
-A code says in which of four intervals a component lies. A component outside all intervals belongs to the nearest one.
+A code says in which of four intervals a component lies. A component outside all intervals gets the nearest interval.
 The intervals are as wide as the component's standard deviation, which is nearly the best width for 4 intervals of a
 normal distribution. The codes of eight components take as many bytes as one component in bfloat16. For
 the same number of bytes, the codes of many components rank the keys better than the exact values of few components.
@@ -27,19 +27,20 @@ class Encoder:
     """The leading directions of one layer, scaled so that every interval of the codes has a width of 1."""
 
     queries_KDd: Tensor
-    """Columns that project the queries. Columns of zeros fill up the last byte."""
+    """For each KV head, a matrix that projects queries. Columns of zeros at the end make d a multiple of four, so that
+    the codes fill whole bytes."""
     keys_KDd: Tensor
-    """Columns that project the keys."""
+    """For each KV head, a matrix that projects keys. Its last columns are zeros too, as in ``queries_KDd``."""
     shift_K1d: Tensor
-    """Added to the projected keys, so that the middle of the intervals is at the mean of the keys."""
+    """A constant to add to projected keys. It moves the mean of the keys to the middle of the intervals."""
 
     @classmethod
     def of(cls, queries_KDd: Tensor, keys_KDd: Tensor, mean_KD: Tensor, covariance_KDD: Tensor) -> Encoder:
-        """Return an encoder for directions.
+        """Return an encoder for the given directions of one layer.
 
         Args:
-            queries_KDd: Columns that project the queries.
-            keys_KDd: Columns that project the keys.
+            queries_KDd: For each KV head, a matrix whose columns are the directions of the queries.
+            keys_KDd: For each KV head, a matrix whose columns are the directions of the keys.
             mean_KD: Mean of the keys after their rotary embedding.
             covariance_KDD: Covariance of the keys after their rotary embedding.
         """
@@ -58,7 +59,8 @@ class Encoder:
         return torch.matmul(query_BKxD.float(), self.queries_KDd)
 
     def project_keys(self, key_BKSD: Tensor) -> Tensor:
-        """Return the components of keys, [B, K, S, d] in float32. Their integer part is the interval of the code."""
+        """Return the components of keys, [B, K, S, d] in float32. A component's code is the component rounded down, at
+        least 0 and at most 3."""
         return torch.matmul(key_BKSD.float(), self.keys_KDd).add(self.shift_K1d)
 
     @torch.no_grad()
@@ -73,7 +75,7 @@ class Encoder:
 def scores_of_codes(query_BKGd: Tensor, code_BKSC: Tensor) -> Tensor:
     """Return the products of projected queries with codes, [B, K, G, S] in float32.
 
-    A byte has only 256 values. So compute its products with the queries once for each value, and look them up.
+    A byte has only 256 values. So compute the products of each value with the queries once, and look them up.
     """
     batch, heads, length, size = code_BKSC.shape
     values = decoded(torch.arange(256, dtype=torch.uint8, device=code_BKSC.device)[:, None], torch.float32)
@@ -84,6 +86,6 @@ def scores_of_codes(query_BKGd: Tensor, code_BKSC: Tensor) -> Tensor:
 
 
 def decoded(code_BKSC: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the intervals of codes as numbers from 0 to 3, [B, K, S, d]."""
+    """Split each byte into its codes, and return them as numbers from 0 to 3, [B, K, S, d]."""
     shift_41 = torch.arange(0, 8, BITS, dtype=torch.uint8, device=code_BKSC.device)[:, None]
     return ((code_BKSC[..., None, :] >> shift_41) & (INTERVALS - 1)).flatten(-2).to(dtype)

@@ -1,4 +1,4 @@
-"""Run dense attention, as torch does, but with learned sinks if the model has them (GPT-OSS)."""
+"""Run dense attention. If the heads of a model have learned sinks (GPT-OSS), include the sinks in the softmax."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def dense_attention(
     s_aux: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as a transformers attention function, with the arguments of ``loki_attention``.
+    """Attend to all keys. This is an attention function for transformers, with the arguments of ``loki_attention``.
 
-    The output is zero for a row that sees no key (left padding), never NaN.
+    The output is zero for a query that sees no key (left padding), never NaN.
 
     Args:
-        s_aux: The sink of each query head, [N], if the model has sinks.
+        s_aux: The sink of each query head, [N], if the model has sinks. A sink is one more score, without a value.
 
     Raises:
         UserError: The model has sinks, and dropout is on.

@@ -50,8 +50,8 @@ def enable_loki(
     Args:
         model: A transformers model.
         basis: The result of ``calibrate`` for this model.
-        config: Loki's settings (default: ``LokiConfig()``). If they set neither ``d`` nor ``d_f``, or neither ``k`` nor
-            ``k_f``, the missing values are the values that ``choose_settings`` has stored in the basis.
+        config: Loki's settings (default: ``LokiConfig()``). If they set neither ``d`` nor ``d_f``, ``d_f`` is the value
+            that ``choose_settings`` has stored in the basis. ``k`` and ``k_f`` work the same way.
         capacity: Number of tokens to allocate memory for at the start, if the final length is known. 0 lets the cache
             grow.
 

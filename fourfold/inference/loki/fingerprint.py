@@ -21,7 +21,8 @@ SAMPLES = 32
 """Number of values taken from each attention matrix."""
 
 TOLERANCE = 2**-6
-"""Relative tolerance: four times the largest relative rounding error of bfloat16, 2^-8."""
+"""Relative tolerance for comparing weights that may have been cast to another dtype. It is four times the largest
+relative rounding error of bfloat16, which is 2^-8."""
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 
@@ -36,7 +37,7 @@ class Fingerprint:
     rope: str
     """Parameters of the rotary embedding, as JSON."""
     sample: Tensor
-    """Some values of each attention matrix, in float32."""
+    """Up to ``SAMPLES`` values of each attention matrix, in float32."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, attentions: Sequence[AttentionModule]) -> Fingerprint:

@@ -1,4 +1,4 @@
-"""A tensor that grows along the sequence without a copy at every token."""
+"""Define a tensor that grows along its sequence dim without copying all tokens for each new token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class GrowingTensor:
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
-        """Number of tokens to allocate memory for at the start, if the final length is known."""
+        """Number of tokens to allocate memory for at the start. 0 if the final length is not known."""
 
         self.length = 0
         """Number of tokens that have been appended."""
@@ -39,7 +39,7 @@ class GrowingTensor:
         if storage is None or self.length + count > storage.shape[SEQUENCE_DIM]:
             storage = self._grown(new, self.length + count)
         elif storage.is_inference() and not torch.is_inference_mode_enabled():
-            # A tensor from inference mode is read-only outside of this mode.
+            # A tensor that was created in inference mode cannot be changed outside of inference mode.
             storage = storage.clone()
         storage.narrow(SEQUENCE_DIM, self.length, count).copy_(new)
         self.storage = storage
@@ -53,12 +53,12 @@ class GrowingTensor:
         self.storage, self.length = None, 0
 
     def select(self, indices: Tensor) -> None:
-        """Keep only these sequences of the batch, in this order. The unused memory is kept too."""
+        """Keep only the sequences of the batch with these indices, in the given order. Keep the unused memory too."""
         if self.storage is not None:
             self.storage = self.storage[indices.to(self.storage.device)]
 
     def repeat(self, repeats: int) -> None:
-        """Repeat every sequence of the batch. Copies of a sequence are next to each other."""
+        """Replace every sequence of the batch by ``repeats`` copies. Copies of a sequence are next to each other."""
         if self.storage is not None:
             self.storage = self.storage.repeat_interleave(repeats, dim=0)
 
@@ -67,7 +67,7 @@ class GrowingTensor:
             self.storage = self.storage.to(device, non_blocking=True)
 
     def _grown(self, new: Tensor, needed: int) -> Tensor:
-        """Return larger storage that holds the same tokens."""
+        """Return larger storage that begins with the current tokens."""
         allocated = 0 if self.storage is None else self.storage.shape[SEQUENCE_DIM]
         shape = list(new.shape)
         shape[SEQUENCE_DIM] = max(needed, 2 * allocated, self.capacity, MIN_CAPACITY)

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "loki_observer"
-"""The name under which transformers registers this attention function and its mask."""
+"""The name under which transformers registers ``_observed_attention`` and its mask function."""
 
 KeyObserver = Callable[[int, Tensor, dict[str, Tensor], float], None]
-"""Called with a layer's index, its queries [B, N, S, D], its keys [B, K, S, D] before ("pre") and after ("post") their
-rotary embedding, and the scaling."""
+"""A function with four arguments: the index of a layer, the layer's queries [B, N, S, D] after the rotary embedding,
+the layer's keys [B, K, S, D] before ("pre") and after ("post") the rotary embedding, and the factor on the scores."""
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def observe_keys(model: PreTrainedModel, attentions: list[AttentionModule], obse
 class _LayerObserver:
     observer: KeyObserver
     rotary: tuple[Tensor, Tensor] | None = None
-    """cos and sin of the current pass. None for a layer without a rotary embedding."""
+    """cos and sin of the rotary embedding in the current pass. None for a layer without a rotary embedding."""
 
     def note_rotary(self, module: AttentionModule, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self.rotary = keywords["position_embeddings"] if getattr(module, "use_rope", True) else None

@@ -27,7 +27,7 @@ from fourfold.inference.loki.settings import LokiConfig
 from fourfold.inference.loki.simulate import Probe, simulate
 
 NAME = "loki"
-"""The name under which transformers registers this attention function and its mask."""
+"""The name under which transformers registers ``loki_attention`` and its mask function."""
 
 
 @dataclass(eq=False)
@@ -36,14 +36,14 @@ class LayerState:
 
     recipe: LayerRecipe
     before: str
-    """The attention implementation that the model used before."""
+    """Name of the attention implementation that the model used before Loki was enabled."""
     hooks: tuple[RemovableHandle, ...] = ()
     layer: GrowingLayer | None = None
-    """The layer of the cache during a pass."""
+    """The layer of the cache that belongs to this module, while a pass runs. None if it is not one of Loki's layers."""
     is_exact: bool = False
-    """Whether a simulation ranks keys by their exact scores."""
+    """Whether a simulation ranks keys by their exact scores instead of their codes."""
     probe: Probe | None = None
-    """Records the quality of the chosen keys, if quality is measured."""
+    """Records the quality of the chosen keys. None if the quality is not measured."""
 
     def release(self) -> None:
         """Drop the references to the cache layer and its codes, so that the model does not keep them in memory after a
@@ -66,8 +66,8 @@ def before_attention(module: nn.Module, arguments: tuple[Any, ...], keywords: di
     hidden_states = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
     recipe = state.recipe
     if recipe.encoder is not None and recipe.encoder.keys_KDd.device != hidden_states.device:
-        # The first pass may run in inference mode. A tensor from inference mode cannot be used outside of this mode, so
-        # leave the mode.
+        # If this pass runs in inference mode, leave the mode. Otherwise a later pass with gradients could not use the
+        # new encoder.
         with torch.inference_mode(False):
             recipe.encoder = recipe.encoder.to(hidden_states.device)
     state.release()
@@ -96,7 +96,8 @@ def loki_attention(
     dropout: float = 0.0,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as a transformers attention function.
+    """Attend with Loki if it applies to this call, and otherwise to all keys. This is an attention function for
+    transformers.
 
     Args:
         module: The attention module.
@@ -104,8 +105,8 @@ def loki_attention(
         key: Keys [B, K, S, D].
         value: Values [B, K, S, D].
         attention_mask: Mask [B, 1, Q, S], True if a query sees a key. None for causal attention without padding.
-        scaling: Factor on the scores.
-        dropout: Probability of dropping a weight, in training only.
+        scaling: Factor that the products of queries and keys are multiplied by. None means 1 / √D.
+        dropout: Probability of dropping an attention weight. If it is not 0, attention is dense.
 
     Returns:
         The output [B, Q, N, D], and None in place of the weights.
@@ -121,8 +122,8 @@ def loki_attention(
     def dense() -> tuple[Tensor, None]:
         return dense_attention(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **keywords)
 
-    # The layer may be one that stays dense. Or Loki is not enabled in this model, but the model has the same
-    # configuration object as a model with Loki.
+    # Either this layer stays dense, or Loki is not enabled in this model. transformers calls this function for such a
+    # model too, if the model shares its configuration object with a model that has Loki.
     if state is None or encoder is None:
         return dense()
     if keywords.get("softcap") is not None:
@@ -159,7 +160,7 @@ def _decode(
     visible_B1S: Tensor | None,
     sinks_N: Tensor | None,
 ) -> Tensor:
-    """Run a decoding step on a layer of the cache, and return its output, [B, N, D]."""
+    """Run a decoding step on a layer of the cache, and return the step's output, [B, N, D]."""
     assert layer.code_BKSC is not None
     if config.bits != BITS:
         raise UserError(f"loki: bits = {config.bits} works only in `fourfold loki evaluate --text`; use {BITS}")

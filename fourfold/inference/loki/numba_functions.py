@@ -1,5 +1,5 @@
-"""Small functions that the Numba kernels inline: conversion, the exponential function, the logarithm, and
-prefetching."""
+"""Define small functions that the Numba kernels inline: the exponential function, the logarithm, prefetching, and the
+conversion to float32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ OPTIONS: dict[str, Any] = {
     "error_model": "numpy",
     "fastmath": {"reassoc", "contract", "nsz", "arcp", "afn"},
 }
-"""Fast-math options. Sums may be reordered so that they vectorize. Infinities and NaNs are handled correctly."""
+"""Options of Numba's compiler. Sums may be reordered so that they vectorize. Infinities and NaNs are handled correctly.
+"""
 
 compiled, inlined = njit(**OPTIONS), njit(inline="always", **OPTIONS)
 
@@ -26,7 +27,7 @@ compiled, inlined = njit(**OPTIONS), njit(inline="always", **OPTIONS)
 @inlined
 def exp(x):
     """Return e^x for x ≤ 0, but at least e^−87. Compute 2^n · e^r with |r| ≤ ln 2 / 2, with a series up to r⁶ for e^r.
-    The relative error is 4e−7 down to e^−5, and 4e−6 down to e^−87.
+    The relative error is at most 4e−7 for x ≥ −5, and at most 4e−6 for x ≥ −87.
 
     The compiler can vectorize this function. The C library's function takes only one number at a time.
     """
@@ -62,7 +63,7 @@ def log(x):
 
 @inlined
 def prefetch_row(rows_SD, row):
-    """Prefetch a row into the cache."""
+    """Prefetch a row of a matrix into the processor's cache."""
     for c in range(0, rows_SD.shape[1], CACHE_LINE // rows_SD.itemsize):
         _prefetch(rows_SD, row, c)
 
@@ -85,7 +86,7 @@ def _prefetch(_, rows, row, column):
 
 
 def as_float32(number):
-    """Return a number of the cache as float32. This function works only in compiled code."""
+    """Return a number of the key-value cache as float32. This function works only in compiled code."""
     raise NotImplementedError
 
 

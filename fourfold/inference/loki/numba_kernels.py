@@ -1,4 +1,4 @@
-"""Run one decoding step on a CPU, compiled by Numba. Each thread computes whole heads, from scores to output.
+"""Run one decoding step on a CPU, compiled by Numba. Each thread computes whole KV heads, from scores to output.
 
 The best k keys are selected without sorting, by the same radix search as in the Triton kernels. Each key's
 score (see ``select.combine_heads``) becomes an unsigned integer, so that integers have the same order as scores. The
@@ -35,23 +35,24 @@ NAN_BITS = np.uint32(0x7F800000)
 LAST_RANK = np.uint32(0xFFFFFFFF)
 
 AHEAD = 6
-"""Number of rows to prefetch ahead. Chosen rows are scattered, so the processor cannot predict them."""
+"""Number of keys or values to prefetch ahead. Chosen keys are scattered, so the processor cannot predict them."""
 
 _numba_lock = threading.Lock()
 """Only one thread may call Numba at a time, because some of Numba's threading layers abort the process otherwise."""
 
 
 def _compiled_for_threads(step: Callable[..., None]) -> Callable[..., None]:
-    """Compile a step for several threads, and cache the result for later processes."""
+    """Compile the function ``step`` to run on several threads, and cache the compiled code for later processes."""
     try:
         compiled: Callable[..., None] = njit(parallel=True, cache=True, **OPTIONS)(step)
-    except RuntimeError:  # There is no folder for Numba's cache.
+    except RuntimeError:  # Numba finds no folder for its cache.
         compiled = njit(parallel=True, **OPTIONS)(step)
     return compiled
 
 
 def decode(step: DecodeStep) -> tuple[Tensor, Tensor]:
-    """Run a step on a CPU, on caches in float32 or bfloat16."""
+    """Run a decoding step on a CPU, with caches in float32 or bfloat16. Return the output, [B, K, G, D], and the
+    log-sum-exps of the scores, [B, K, G]."""
     batch, heads, group, width = step.query_BKGD.shape
     length, rows = step.key_BKSD.shape[2], batch * heads
     # Check the shapes here, because compiled code reads out of bounds without an error.
@@ -73,7 +74,7 @@ def decode(step: DecodeStep) -> tuple[Tensor, Tensor]:
         try:
             _decode(threads, *task)
         except OSError:
-            # The compiled kernels work even if they cannot be cached on disk.
+            # Numba could not write its cache to disk. The compiled kernels still work, so run them again.
             _decode(threads, *task)
         finally:
             set_num_threads(before)
@@ -85,21 +86,21 @@ def decode(step: DecodeStep) -> tuple[Tensor, Tensor]:
 
 
 def compile_for(dtype: torch.dtype) -> None:
-    """Compile the step for caches of this dtype now, or load it from disk, so that the first token does not wait."""
+    """Compile the decoding step for caches of this dtype, or load it from disk. Then the first token does not wait."""
     query, keys = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 2, 4, dtype=dtype)
     codes = torch.zeros(1, 1, 2, 1, dtype=torch.uint8)
     decode(DecodeStep(query, query, keys, keys, query[:, :, 0], codes, 1, LokiConfig(k=1), 1.0))
 
 
 def _padded_to_fours(query_BKGx: Tensor) -> np.ndarray:
-    """Return the tensor as [R, H, x] in float32, padded with zeros."""
+    """Return the tensor as [R, H, x] in float32. Heads of zeros pad the number of heads to a multiple of four."""
     query_RGx = query_BKGx.float().flatten(0, 1)
     return torch.nn.functional.pad(query_RGx, (0, 0, 0, -query_RGx.shape[1] % 4)).contiguous().numpy()
 
 
 def _rows(x_BKSD: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return all rows of a cache, including its unused memory, as [rows, row stride]. Also return the index of each
-    head's first row, [R]."""
+    """Return a cached tensor, including its unused memory, as a matrix with one row per token and KV head, [rows, row
+    stride]. Also return, for each of the R KV heads of all sequences, the index of its first row in this matrix."""
     batch, heads, length, _ = x_BKSD.shape
     of_batch, of_head, of_row, of_dim = x_BKSD.stride()
     assert of_dim == 1 and of_batch % of_row == of_head % of_row == 0, "a cache consists of whole rows"
@@ -110,7 +111,7 @@ def _rows(x_BKSD: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _flags(flags_BS: Tensor | None, batch: int) -> np.ndarray:
-    """Return the mask as [B, S], or an empty array [B, 0] if there is none."""
+    """Return the flags as an array [B, S], or an empty array [B, 0] if the flags are None."""
     return np.empty((batch, 0), np.int8) if flags_BS is None else flags_BS.numpy()
 
 
@@ -151,8 +152,8 @@ def _decode(
 
 @compiled
 def _rank(scores_GS, visible_S, kept_S, ranks_S):
-    """Write each key's rank to ``ranks_S``, an unsigned integer with the order of the combined scores. Replace each
-    score with exp(score − largest). Return the number of visible keys.
+    """Write each key's rank to ``ranks_S``. Ranks are unsigned integers in the same order as the combined scores.
+    Replace each score in ``scores_GS`` with exp(score − largest). Return the number of visible keys.
 
     An invisible key has rank 0. A key has the largest rank if it is always chosen or if its combined score is NaN.
     """
@@ -260,10 +261,10 @@ def _attend(query_HD, key_SD, value_SD, chosen_k, out_HD, exact_H3, sum_D):
 
 @compiled
 def _add_rest(coded_GS, chosen_k, exact_H3, mean_D, out_HD):
-    """Add the rest to the output of each query head and to its Σ exp(score − largest). The rest are the keys that are
-    not chosen, with their mean value. See ``rest.py``.
+    """Add the rest (all keys that are not chosen) to the output of each query head. ``mean_D`` is the mean value of the
+    rest. Also add the rest's weights to the head's Σ exp(score − largest) in ``exact_H3``. See ``rest.py``.
 
-    ``coded_GS`` has exp(score − largest) for the scores of the codes.
+    ``coded_GS`` has exp(score − largest) for the scores of the codes. This function changes it.
     """
     of_chosen_k = np.empty(chosen_k.size, np.float32)
     for g in range(coded_GS.shape[0]):
@@ -284,7 +285,7 @@ def _add_rest(coded_GS, chosen_k, exact_H3, mean_D, out_HD):
 
 @inlined
 def _products(four, key):
-    """Compute the dot products of four query heads with one key."""
+    """Return the dot product of each of four query heads with one key."""
     query0, query1, query2, query3 = four
     sum0, sum1, sum2, sum3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
     for c in range(query0.size):
@@ -298,8 +299,8 @@ def _products(four, key):
 
 @compiled
 def _exponentiate(scores_S):
-    """Replace each score with exp(score − largest). NaN stays NaN. Return the largest score, and the sum without the
-    NaNs."""
+    """Replace each score with exp(score − largest). NaN stays NaN. Return the largest score, and the sum of the new
+    values without the NaNs."""
     largest, total = NEVER, np.float32(0)
     for s in range(scores_S.size):
         largest = scores_S[s] if scores_S[s] > largest else largest

@@ -1,7 +1,7 @@
 """Score all keys of a head by their codes, compiled by Numba.
 
-The codes of a byte have 256 combinations. For each combination, a table has the sum of the products of the codes with a
-query. So each byte of a key needs only one look-up.
+The codes of a byte have 256 combinations. For each combination, a table has the dot product of these codes with the
+same components of a query. So each byte of a key needs only one look-up.
 
 Shape letters as in numba_kernels.py.
 """
@@ -21,12 +21,13 @@ from fourfold.inference.loki.codes import BITS, INTERVALS, PER_BYTE
 from fourfold.inference.loki.numba_functions import compiled
 
 TABLES = 8
-"""Number of bytes of a key whose tables are used together. Their tables fit into the first-level cache."""
+"""Number of bytes of a key that are looked up together. Each byte has its own table. The tables of this many bytes fit
+into the processor's first-level cache."""
 
 
 @compiled
 def score(query_Hd, code_SC, scores_HS):
-    """Compute the dot product of every head with the codes of every key, four heads at a time."""
+    """Write the dot product of every query head with the codes of every key to ``scores_HS``, four heads at a time."""
     table_NB4 = np.empty((TABLES, 256, 4), np.float32)
     size = code_SC.shape[1]
     for h in range(0, query_Hd.shape[0], 4):
@@ -99,7 +100,7 @@ _look_up_8, _look_up_4, _look_up_1 = _look_up(TABLES), _look_up(4), _look_up(1)
 
 @compiled
 def _fill(table_B4, query_4d, c, size):
-    """For each value of byte c, write the product of its codes with four query heads to a table."""
+    """For each value of byte c, write the dot products of its codes with four query heads to a table."""
     table_B4[:] = np.float32(0)
     for byte in range(256):
         for place in range(PER_BYTE):

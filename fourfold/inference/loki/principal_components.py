@@ -24,6 +24,7 @@ HELD_OUT = 0.1
 """Fraction of windows that are held out to compare the kinds of components (``basis.KINDS``)."""
 
 ROWS_COMPARED = 512
+"""Number of tokens at the start of each held-out window that are used for this comparison."""
 
 LEAST_EIGENVALUE = 1e-4
 """Lower bound on a matrix's eigenvalues, as a fraction of the largest eigenvalue. Before the matrix is inverted,
@@ -41,7 +42,7 @@ class Moments:
     products_KDD: Tensor
     """Sum of the products k·kᵀ."""
     of_queries_KDD: Tensor
-    """Sum of the products q·qᵀ of the queries q of each KV head."""
+    """Sum of the products q·qᵀ of the queries q, over all query heads of each KV head."""
 
     @classmethod
     def zero(cls, heads: int, head_dim: int) -> Moments:
@@ -73,10 +74,12 @@ class Moments:
         return vectors_KDD.flip(-1).float().contiguous(), variances_KD.flip(-1).float().contiguous()
 
     def components_of_scores(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return matrices [K, D, D] that project keys and queries, and the variances of the scores along their columns.
+        """Return three tensors: the matrix that projects keys, [K, D, D], the variances of the scores along its
+        columns, [K, D], and the matrix that projects queries, [K, D, D].
 
-        If the first d columns project the queries and the keys, their products are the best approximation of rank d to
-        the scores q·k, in the mean square over independent queries and keys (KQ-SVD, arXiv 2512.05916).
+        Project queries and keys with the first d columns. The products of the projections are then the best
+        approximation of rank d to the scores q·k, in the mean square over independent queries and keys (KQ-SVD, arXiv
+        2512.05916).
         """
         root_q_KDD, inverse_q_KDD = _square_root(self.of_queries_KDD / self.count)
         root_k_KDD, inverse_k_KDD = _square_root(self.covariance_KDD())
@@ -102,7 +105,7 @@ def calibrate(model: PreTrainedModel, windows: Sequence[Sequence[int]]) -> LokiB
         The basis: components of every kind, for every layer and KV head.
 
     Raises:
-        UserError: The model is not supported, or there is too little text.
+        UserError: The model is not supported, its keys are not finite, or there is too little text.
     """
     attentions = attentions_of(model)
     heads, head_dim = key_shape(attentions[0])
@@ -140,8 +143,8 @@ def calibrate(model: PreTrainedModel, windows: Sequence[Sequence[int]]) -> LokiB
 
 
 def _square_root(square_KDD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return R with R·Rᵀ equal to the matrix, and the inverse of Rᵀ. Eigenvalues below
-    ``LEAST_EIGENVALUE`` are raised to this bound."""
+    """Return R with R·Rᵀ equal to the matrix, and then the inverse of Rᵀ. Before that, raise all eigenvalues of the
+    matrix to at least ``LEAST_EIGENVALUE`` times the largest eigenvalue."""
     values_KD, vectors_KDD = torch.linalg.eigh(square_KDD)
     root_KD = values_KD.maximum(LEAST_EIGENVALUE * values_KD[:, -1:]).clamp(min=1e-12).sqrt()
     return vectors_KDD * root_KD[:, None], vectors_KDD / root_KD[:, None]
@@ -160,8 +163,8 @@ def _compare(
     basis: LokiBasis,
     held: Sequence[Sequence[int]],
 ) -> dict[str, list[float]]:
-    """Return the recall of each kind of components in each layer, with Loki's default numbers of components and keys,
-    and without keys that are always chosen."""
+    """Return the recall of each layer on held-out windows, for each kind of components. Loki uses its default fractions
+    of components and keys. It chooses all keys by their scores, also the first and the last keys."""
     configs = {kind: LokiConfig(min_k=1, min_seq=0, sink=0, recent=0, basis=kind) for kind in KINDS}
     encoders = {kind: [basis.of_layer(layer, configs[kind]) for layer in range(len(attentions))] for kind in KINDS}
     probes = {kind: [Probe() for _ in attentions] for kind in KINDS}

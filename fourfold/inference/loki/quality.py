@@ -38,7 +38,8 @@ TokenLists = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Predictions:
-    """The predictions of a model in windows of text. Each list has one tensor per window, [S - 1]."""
+    """The predictions of a model in windows of text. Each list has one tensor per window, [S - 1], where S is the
+    number of tokens in the window."""
 
     losses: list[Tensor]
     """The loss of each token except the first token of the window."""
@@ -52,8 +53,8 @@ def measure_quality(
 ) -> dict[str, Any]:
     """Measure Loki, the oracle, and the control on windows of text.
 
-    Every token of a window chooses its keys, as in the paper's protocol (``prefill = "simulate"``). The means skip
-    layers that stay dense. Loki is disabled afterwards, even if it was enabled before.
+    Every token of a window chooses its keys, as in the Loki paper (``prefill = "simulate"``). Means over layers leave
+    out the layers that stay dense. Loki is disabled afterwards, even if it was enabled before.
 
     Args:
         model: A transformers model.
@@ -66,7 +67,7 @@ def measure_quality(
         the fraction of the exact softmax that is on the chosen keys.
 
     Raises:
-        UserError: ``enable_loki`` refuses the model, or the longest window has no more than k keys.
+        UserError: ``enable_loki`` refuses the model, or the settings choose all keys of the longest window.
     """
     length = max(map(len, windows))
     config = basis.filled(config).model_copy(update={"prefill": "simulate", "min_seq": 0})
@@ -145,7 +146,7 @@ def compare_tasks(
 
 @contextmanager
 def _probed(model: PreTrainedModel, basis: LokiBasis, config: LokiConfig, *, is_exact: bool) -> Iterator[list[Probe]]:
-    """Enable Loki, or the oracle, inside the ``with`` statement, and yield each layer's probe."""
+    """Enable Loki inside the ``with`` statement, or the oracle if ``is_exact``. Yield each layer's probe."""
     enable_loki(model, basis, config)
     probes: list[Probe] = []
     for attention in attentions_of(model):

@@ -1,5 +1,5 @@
-"""Choose Loki's settings for a calibrated model: the settings that read the fewest bytes, and that keep the perplexity
-of held-out text close to dense attention."""
+"""Choose Loki's settings for a calibrated model. Of all settings that keep the perplexity of a text close to dense
+attention, choose the settings that read the fewest bytes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GRID = tuple((d_f, k_f) for k_f in (0.03, 0.06, 0.12, 0.25) for d_f in (0.25, 0.5))
-"""The values of d_f and k_f to try. The first pair, Loki's defaults, reads the fewest bytes. Perplexity barely shows
-whether Loki finds a single fact in a long context, so we never choose settings that read fewer bytes than the
-defaults."""
+"""Pairs of values of d_f and k_f to try, from the fewest bytes read to the most. The first pair is Loki's defaults.
+Perplexity barely shows whether Loki finds a single fact in a long context, so we never choose settings that read fewer
+bytes than the defaults."""
 
 STANDARD_ERRORS = 2
 """The bound on the increase of the perplexity is this many standard errors above the measured increase."""
@@ -46,7 +46,8 @@ def choose_settings(
         model: A transformers model.
         windows: Lists of token ids that ``calibrate`` has not seen. A window should be as long as your contexts.
         basis: The result of ``calibrate`` for this model.
-        tolerance: Largest relative increase of the perplexity over dense attention (default 0.01).
+        tolerance: Largest relative increase of the perplexity over dense attention (default 0.01). The measured
+            increase plus two standard errors must not exceed it.
 
     Returns:
         The basis with ``gate``: the settings that were tried, and the settings that were chosen. If no settings
@@ -84,15 +85,15 @@ def choose_settings(
 
 
 def _largest_k(length: int) -> int:
-    """Return the number of keys with the settings that read the most."""
+    """Return the number of keys that a step attends to, with the settings in ``GRID`` that choose the most keys."""
     return LokiConfig(k_f=max(k_f for _, k_f in GRID), min_k=1).key_count(length)
 
 
 def _measured(config: LokiConfig, head_dim: int, dense: Predictions, sparse: Predictions) -> dict[str, Any]:
     """Return the quality of settings as JSON values. Tokens that attend to all keys that they see are left out.
 
-    The bytes are a share of the bytes that dense attention reads. The increase is the relative increase of the
-    perplexity over dense attention. With more text, the upper bound is closer to the increase.
+    ``bytes`` is a fraction of the bytes that dense attention reads. ``increase`` is the relative increase of the
+    perplexity over dense attention. ``increase_bound`` is an upper bound on it, which more text brings closer to it.
     """
     # Token i sees i + 1 keys. The last token of a window has no loss, so a window has one token more than losses.
     counts = [config.key_count(len(losses) + 1) for losses in dense.losses]

@@ -31,11 +31,13 @@ class LayerRecipe:
 
 
 def replace_layer(cache: Cache, number: int, recipe: LayerRecipe, is_loki: bool) -> GrowingLayer | None:
-    """Make a layer of the cache fit ``recipe``. If it does not fit yet, replace it by a new layer with the same
-    contents, if possible.
+    """Make a layer of the cache fit ``recipe``. If the layer does not fit and can be replaced, replace it by a new
+    layer with the same keys and values.
 
     Args:
+        cache: The cache of all layers.
         number: Index of the layer.
+        recipe: The settings that the layer must fit.
         is_loki: Whether the model's current attention is Loki's.
 
     Returns:

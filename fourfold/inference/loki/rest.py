@@ -1,9 +1,9 @@
-"""Replace all keys that are not chosen (the rest) by one key whose value is their mean.
+"""Replace all keys that are not chosen (the rest) by one key, whose value is the mean of the replaced keys' values.
 
 If the rest were left out, attention that spreads over many keys would lose most of these keys. SparQ (arXiv
 2312.04985, section 3) also adds a mean value.
 
-Shape letters: B sequences, K KV heads, S keys, D head_dim. A k at the end stands for chosen keys.
+Shape letters: B sequences, K KV heads, S keys, D head_dim. A k at the end of a name stands for the chosen keys.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ LAST = 32
 def share_of_chosen(
     exact_k: Tensor, coded_k: Tensor, is_chosen_k: Tensor, coded_S: Tensor, is_rest_S: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the share of the attention that the chosen keys get, and the log-sum-exp of all scores, both with keepdim.
+    """Return the fraction of the attention weight that the chosen keys get, and then the log-sum-exp of all scores.
+    Both keep the last dim, with size 1.
 
     The scores of the codes lack a constant, which is the same for all keys. Estimate it from the chosen keys, because
     their exact scores are known.
 
     Args:
         exact_k: Exact scores of the chosen keys, in float32 or wider.
-        coded_k: Scores of the chosen keys by their codes.
-        is_chosen_k: False for keys in ``exact_k`` that do not count.
-        coded_S: The scores of all keys by their codes.
+        coded_k: Scores of the chosen keys, computed from the keys' codes.
+        is_chosen_k: False for keys in ``exact_k`` to ignore, because they are not chosen or not visible.
+        coded_S: Scores of all keys, computed from the keys' codes.
         is_rest_S: True for visible keys that are not chosen.
     """
     lowest = torch.finfo(exact_k.dtype).min  # With −inf instead, gradients would be NaN if all keys were chosen.
@@ -42,8 +43,8 @@ def share_of_chosen(
 
 
 class ValueSum:
-    """The sum of the values that each sequence sees, except the values of the most recent tokens. So a step only needs
-    to add the values of these tokens.
+    """The sum of the values that each sequence sees, without the values of the most recent tokens. So a decoding step
+    only adds the values of these tokens, instead of summing all values again.
 
     The sum does not change if the cache drops a few of its last tokens, as speculative decoding does.
     """
@@ -69,7 +70,7 @@ class ValueSum:
 
         Args:
             value_BKSD: All cached values.
-            visible_B1S: True for keys that a sequence sees. None if it sees all keys.
+            visible_B1S: True for keys that a sequence sees. None if every sequence sees all keys.
         """
         if self.sum_BKD is None or not self._has_summed(visible_B1S):
             self.clear()
@@ -96,11 +97,11 @@ class ValueSum:
             self.clear()
 
     def select(self, indices: Tensor) -> None:
-        """Keep only these sequences of the batch, in this order."""
+        """Keep only the sequences of the batch with these indices, in the given order."""
         self._each_row(lambda rows: rows[indices.to(rows.device)])
 
     def repeat(self, repeats: int) -> None:
-        """Repeat every sequence of the batch. Copies of a sequence are next to each other."""
+        """Replace every sequence of the batch by ``repeats`` copies. Copies of a sequence are next to each other."""
         self._each_row(lambda rows: rows.repeat_interleave(repeats, dim=0))
 
     def to(self, device: torch.device) -> None:

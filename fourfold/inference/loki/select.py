@@ -1,7 +1,8 @@
 """Select the keys that a step attends to: combine the scores in each KV group, and take the best k keys.
 
-Shape letters: B sequences, K KV heads, G query heads per KV head, S keys, k chosen keys. In a simulation, the
-underscore before S or k stands for a dim with the rows of a prompt. In a decoding step, this dim is absent.
+Shape letters: B sequences, K KV heads, G query heads per KV head, S keys, k chosen keys. D, d, and C as in attend.py.
+In a simulation, the underscore before S or k stands for a dim with the queries of a prompt. In a decoding step, this
+dim is absent.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ NEVER, ALWAYS = float("-inf"), float("inf")
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One step of attention from a token to the best keys of its cache.
+    """The arguments of one decoding step: attention from one token of each sequence to the best cached keys.
 
-    The functions that run it return its output, [B, K, G, D], and the log-sum-exps of its scores, [B, K, G].
+    The functions that run a step return the output, [B, K, G, D], and the log-sum-exps of the scores, [B, K, G].
     """
 
     query_BKGD: Tensor
     query_BKGd: Tensor
-    """Queries, projected and scaled."""
+    """Queries, projected to the leading components and multiplied by ``scaling``."""
     key_BKSD: Tensor
     value_BKSD: Tensor
     value_sum_BKD: Tensor
@@ -39,7 +40,7 @@ class DecodeStep:
 
     @property
     def visible_BS(self) -> Tensor | None:
-        """Return 1 for keys that a sequence sees, or None if it sees all keys."""
+        """Return a mask with 1 for each key that a sequence sees. Return None if every sequence sees all keys."""
         return self._as_bytes(self.visible_B1S)
 
     @property
@@ -52,7 +53,7 @@ class DecodeStep:
 
     @property
     def always_BS(self) -> Tensor | None:
-        """Return 1 for keys that are chosen regardless of their scores, or None if there are none."""
+        """Return a mask with 1 for each key that is chosen regardless of its score, or None if there is no such key."""
         length, device = self.key_BKSD.shape[2], self.key_BKSD.device
         return self._as_bytes(always_chosen(self.config, self.k, self.k_B, self.visible_B1S, length, device))
 
@@ -76,7 +77,8 @@ def combine_heads(scores_BKG_S: Tensor, visible_B1_S: Tensor | None = None) -> T
 
 
 def keys_per_sequence(counts_B: Tensor, config: LokiConfig) -> Tensor:
-    """Return the number of keys that each sequence attends to, [B], based on its visible tokens, without padding."""
+    """Return the number of keys that each sequence attends to, [B]. ``counts_B`` has the number of visible tokens in
+    each sequence, without padding."""
     if config.k is None:
         k_B = (config.k_f * counts_B.double()).ceil().long().clamp(min=config.min_k)
     else:
@@ -106,8 +108,8 @@ def choose_keys(
 def always_chosen(
     config: LokiConfig, k: int, k_B: Tensor | None, visible_B1_S: Tensor | None, length: int, device: torch.device | str
 ) -> Tensor | None:
-    """Return a mask of the first and the last visible keys that are always chosen, [S] or shaped like
-    ``visible_B1_S``, or None if there are none."""
+    """Return a mask of the first and the last visible keys that are always chosen. Its shape is [S], or the shape of
+    ``visible_B1_S`` if this mask is given. Return None if ``config`` always chooses no keys."""
     if config.sink == config.recent == 0:
         return None
     sink, recent = config.ends(torch.tensor(k) if k_B is None else k_B)

@@ -1,4 +1,4 @@
-"""The settings of Loki."""
+"""Define and check the settings of Loki."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from fourfold.config.expected_values import mistake
 from fourfold.errors import UserError
 
 MOST_SINKS, MOST_RECENT = 4, 64
-"""Largest number of first and last keys that are always chosen by default (but at most a quarter of a step's keys)."""
+"""By default, a step always chooses this many of the first keys and this many of the last keys. Each of the two numbers
+is at most a quarter of the keys that the step attends to."""
 
 NUMBA_DTYPES = (torch.float32, torch.bfloat16)
 """Cache dtypes that the Numba kernels read."""
@@ -31,7 +32,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 LayerNumbers = Annotated[
     tuple[int, ...], BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
 ]
-"""Indices of layers, also as text, such as "0,1"."""
+"""Indices of layers. They can also be given as text, such as "0,1"."""
 
 
 class LokiConfig(BaseModel):
@@ -47,28 +48,32 @@ class LokiConfig(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     d: Annotated[int, Field(ge=1)] | None = None
-    """Number of leading components that rank the keys. Set at most one of ``d`` and ``d_f``."""
+    """Number of leading components that rank the keys. Set at most one of ``d`` and ``d_f``. None means that ``d_f``
+    applies."""
     d_f: Share = 0.25
-    """The number of ranking components as a fraction of head_dim (default 0.25)."""
+    """If ``d`` is not set, the number of components that rank the keys, as a fraction of head_dim (default 0.25)."""
     k: Annotated[int, Field(ge=1)] | None = None
-    """Number of keys that a step attends to. Set at most one of ``k`` and ``k_f``."""
+    """Number of keys that a step attends to. Set at most one of ``k`` and ``k_f``. None means that ``k_f`` applies."""
     k_f: Share = 0.03
-    """The number of keys as a fraction of the context (default 0.03)."""
+    """If ``k`` is not set, the number of keys that a step attends to, as a fraction of the context (default 0.03)."""
     min_k: int = Field(256, ge=1)
-    """Smallest number of keys if ``k`` is not set."""
+    """If ``k`` is not set, the smallest number of keys that a step attends to (default 256)."""
     sink: Annotated[int, Field(ge=0)] | None = None
-    """Number of keys at the start that are always chosen (default 4, but at most a quarter of a step's keys)."""
+    """Number of keys at the start of the context that are always chosen (default 4, but at most a quarter of a step's
+    keys)."""
     recent: Annotated[int, Field(ge=0)] | None = None
-    """Number of keys at the end that are always chosen (default 64, but at most a quarter of a step's keys)."""
+    """Number of keys at the end of the context that are always chosen (default 64, but at most a quarter of a step's
+    keys)."""
     bits: Literal[2, 16] = 2
     """Bits of a component in a key's code. With 16, a simulation ranks keys by the components themselves, as in the
-    paper. Decoding steps support only 2."""
+    Loki paper. Decoding steps support only 2."""
     skip_layers: LayerNumbers = ()
-    """Layers that stay dense."""
+    """Indices of the layers that keep dense attention, counted from 0."""
     min_seq: int = Field(512, ge=0)
     """Use dense attention for contexts with fewer tokens than this."""
     prefill: Literal["dense", "simulate"] = "dense"
-    """With "simulate", every token of a prompt sees only its best keys, as in the paper's perplexities."""
+    """How the tokens of a prompt attend: to all keys ("dense"), or each token only to its best keys ("simulate"). The
+    Loki paper measures perplexity with the second way."""
     basis: Literal["best", "pre", "post", "scores"] = "best"
     """Use components of the keys before ("pre") or after ("post") their rotary embedding, or components of the scores
     ("scores"). "best" uses, for each layer, the kind that ranked held-out keys best."""
@@ -126,7 +131,7 @@ class LokiConfig(BaseModel):
         """Return the number of leading components that rank keys.
 
         Args:
-            head_dim: Size of a head.
+            head_dim: Number of dims of an attention head.
 
         Raises:
             UserError: ``d`` is more than ``head_dim``.
@@ -138,7 +143,7 @@ class LokiConfig(BaseModel):
         return self.d
 
     def ends(self, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how many of the first keys and of the last keys are always chosen.
+        """Return how many of the first keys are always chosen, and then how many of the last keys.
 
         Args:
             k: Number of keys that each sequence attends to.
@@ -161,7 +166,7 @@ class LokiConfig(BaseModel):
         return length < self.min_seq or self.key_count(length) >= length
 
     def kernels_for(self, device: torch.device, *dtypes: torch.dtype) -> Literal["torch", "triton", "numba"]:
-        """Return which kernels to run.
+        """Return the kind of kernels that runs a decoding step.
 
         Args:
             device: Device of the caches.
@@ -187,7 +192,7 @@ class LokiConfig(BaseModel):
 
 @functools.cache
 def why_unavailable(package: str) -> str | None:
-    """Return why kernels of this package cannot run, or None if they can."""
+    """Return the reason why kernels of this package cannot run, or None if they can run."""
     if importlib.util.find_spec(package) is None:
         return f"is not installed: pip install {PACKAGES[package]}"
     if package == "numba":

@@ -1,4 +1,5 @@
-"""Simulate Loki for all tokens of a prompt in one pass, by masking, as the paper does to measure perplexity.
+"""Simulate Loki for all tokens of a prompt in one pass, by masking. The Loki paper (arXiv 2406.02542) measures
+perplexity like this.
 
 One pass over a text gives the same results as decoding it token by token, with one exception: k and ``min_seq`` are
 applied to the length of the whole text. So every token attends to as many keys as the last token, or to all keys that
@@ -27,13 +28,13 @@ CHUNK_SCORES = 1 << 24
 
 @dataclass
 class Probe:
-    """Records the quality of one layer's choices, for every row and KV head that sees more keys than it may attend
-    to."""
+    """Records how well one layer chooses keys, for every query that sees more keys than it may attend to. Each list has
+    one tensor per call of ``add``, with one value per query and KV head."""
 
     recall: list[Tensor] = field(default_factory=list)
-    """Fraction of the k keys with the largest exact scores that were chosen."""
+    """Of the k keys with the largest exact scores, the fraction that was chosen."""
     mass: list[Tensor] = field(default_factory=list)
-    """Fraction of the exact softmax that is on the chosen keys, averaged over the heads of the group."""
+    """Fraction of the exact softmax that is on the chosen keys, averaged over the query heads of the KV head."""
 
     def add(self, chosen_BKQS: Tensor, best_BKQS: Tensor, weights_BKGQS: Tensor, sparse_BKQ: Tensor) -> None:
         found_BKQ = (chosen_BKQS & best_BKQS).sum(-1) / best_BKQS.sum(-1).clamp(min=1)
@@ -53,7 +54,8 @@ def simulate(
     probe: Probe | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Return the outputs of attention from each token to the best of its preceding keys, [B, N, Q, D], with Q = S.
+    """Attend from each token of a prompt to the best of the keys up to this token. Return the outputs, [B, N, Q, D],
+    with Q = S.
 
     Args:
         encoder: The layer's encoder, as ``LokiBasis.of_layer`` returns it. None ranks the keys by their exact scores.
@@ -67,7 +69,7 @@ def simulate(
     for visible_B1QS, ranking_BKGQS, scores_BKGQS, chosen_BKQS in rows:
         weights_BKGQS = torch.softmax(scores_BKGQS.masked_fill(~chosen_BKQS[:, :, None], NEVER), -1)
         weights_BKGQS = weights_BKGQS.masked_fill(~visible_B1QS.any(-1, keepdim=True)[:, :, None], 0.0)
-        # Without codes (16 bits), keys that are not chosen have no effect on the output, as in the paper.
+        # Without codes (16 bits), keys that are not chosen have no effect on the output, as in the Loki paper.
         is_rest_BK1QS = (visible_B1QS & ~chosen_BKQS & (config.bits == BITS))[:, :, None]
         share_BKGQ1, lse_BKGQ1 = share_of_chosen(
             scores_BKGQS, ranking_BKGQS, chosen_BKQS[:, :, None], ranking_BKGQS, is_rest_BK1QS
@@ -89,10 +91,10 @@ def choices(
     mask_B1QS: Tensor | None = None,
     probe: Probe | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Choose the keys of each token of a prompt. The arguments are the same as for ``simulate``.
+    """Choose the keys that each token of a prompt attends to. The arguments have the same meaning as for ``simulate``.
 
-    Yield, for some rows at a time: the keys that they see, the scores that rank the keys, the exact scores, and the
-    chosen keys.
+    Yield four tensors for some rows at a time: a mask of the keys that each row sees, the scores that rank the keys,
+    the exact scores, and a mask of the keys that each row chooses.
     """
     query_BKGQD = query_BNQD.unflatten(1, (key_BKSD.shape[1], -1))
     query_BKGQd, key_BKSd = query_BKGQD.float(), key_BKSD.float()
@@ -125,8 +127,8 @@ def only_by_score(config: LokiConfig) -> LokiConfig:
 
 
 def _best(scores_BKGQS: Tensor, k: int, config: LokiConfig, visible_B1QS: Tensor, k_B: Tensor | None) -> Tensor:
-    """Return True for the visible keys that each row chooses by these scores. A row chooses k keys. With ``k_B``, it
-    chooses the number of keys that ``k_B`` has for its sequence."""
+    """Return a mask of the visible keys that each row chooses by these scores. A row chooses k keys, or the number in
+    ``k_B`` for the row's sequence if ``k_B`` is given."""
     worth_BKQS = combine_heads(scores_BKGQS, visible_B1QS)
     places_BKQk = choose_keys(worth_BKQS, k, config, visible_B1QS, k_B)
     chosen_BKQS = torch.zeros_like(worth_BKQS, dtype=torch.bool)

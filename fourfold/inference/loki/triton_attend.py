@@ -31,10 +31,10 @@ NEVER = tl.constexpr(float("-inf"))
 def attend(
     step: DecodeStep, chosen_Rk: Tensor, scores_RGS: Tensor, maxima_RPG: Tensor, rest_RPG: Tensor, k_of_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the output of a step, [B, K, G, D], and the log-sum-exps of its scores, [B, K, G].
+    """Return the output of a decoding step, [B, K, G, D], and the log-sum-exps of the step's scores, [B, K, G].
 
     Args:
-        step: The step.
+        step: The queries, the cache, and the settings of the step.
         chosen_Rk: Positions of the chosen keys, and −1 for no key.
         scores_RGS: The scores of the codes, and −inf for invisible keys.
         maxima_RPG: For each split of a row's keys, the largest score of the codes.
@@ -66,7 +66,8 @@ def attend(
 
 
 def block_of(width: int, keys: Tensor, most: int) -> int:
-    """Return the number of keys of this width (a power of two) that are processed per iteration."""
+    """Return the number of keys to process per iteration, from 16 to ``most``. ``width`` is the number of dims of a
+    key, rounded up to a power of two."""
     return max(16, min(most, TILE_BYTES // (width * keys.element_size())))
 
 
@@ -78,7 +79,7 @@ def _attend(
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Attend to a part of the chosen keys, without dividing by the sum of the weights. Also sum the differences between
-    their exact scores and their codes' scores.
+    the exact scores of these keys and the scores of their codes.
 
     An additional head sums the values: its scores are all 0, so all its weights are 1."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -1,8 +1,9 @@
 """Run one decoding step with Triton kernels: score → rank → choose → attend. Each kernel is split over the sequence.
 
-The best k keys are selected without sorting. Each key's combined score becomes an unsigned integer with the same order.
-A radix search finds the k-th largest integer with three histograms: of the leading 11 bits, the next 11 bits, and the
-last 10 bits. One more pass writes the positions of all keys that reach this integer, and takes the leftmost among ties.
+The best k keys are selected without sorting. Each key's combined score (see ``select.combine_heads``) becomes an
+unsigned integer, so that integers have the same order as scores. A radix search finds the k-th largest integer with
+three histograms: of the leading 11 bits, the next 11 bits, and the last 10 bits. One more pass writes the positions of
+all keys that reach this integer, and takes the leftmost among ties.
 
 Launch grids do not depend on the data, so a step can be captured in a CUDA graph.
 
@@ -34,7 +35,8 @@ LAST_CODE = tl.constexpr(codes.INTERVALS - 1)
 
 
 def decode(step: DecodeStep) -> tuple[Tensor, Tensor]:
-    """Run a step on the current GPU."""
+    """Run a decoding step on the current GPU. Return the output, [B, K, G, D], and the log-sum-exps of the scores,
+    [B, K, G]."""
     query_BKGD, key_BKSD, value_BKSD, code_BKSC = step.query_BKGD, step.key_BKSD, step.value_BKSD, step.code_BKSC
     batch, heads, group, _ = query_BKGD.shape
     length, size = code_BKSC.shape[2:]
@@ -92,7 +94,8 @@ def _score(
     G: tl.constexpr, GP: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, MASKED: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the scores of a split's keys for each query head, and their maximum and Σ exp(score − maximum)."""
+    """Compute the scores of a split's keys for each query head. Also compute the maximum of these scores, and
+    Σ exp(score − maximum)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, c = tl.arange(0, GP), tl.arange(0, CP)
     queries = query + (row * G + g[:, None]) * PER_BYTE * C + c[None, :]
@@ -126,8 +129,8 @@ def _rank(
     scores, maxima, sums, always, ranks, histograms, heads, length, splits,
     G: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, ENDS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write each key's combined score for the group as an unsigned integer with the same order, and a histogram of its
-    leading 11 bits."""
+    """Write each key's rank: its combined score for the group as an unsigned integer, in the same order as the scores.
+    Also write a histogram of the leading 11 bits of the ranks."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g, p = tl.arange(0, GP), tl.arange(0, PP)
     maxima_PPGP = _of_splits(maxima, row, splits, p, g, NEVER, G)

@@ -18,7 +18,7 @@ write a report if the job hangs."""
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """Options of a job that are not in its run file."""
+    """Options of a SLURM job that the run file does not have."""
 
     nodes: int
     time: str | None = None
@@ -33,8 +33,11 @@ class SlurmJob:
     wrapper: str | None = None
     """Shell text to put before `fourfold`, such as a command that runs a container."""
     save_seconds: int = 300
+    """Number of seconds before the end of the wall time at which SLURM asks the job to save and stop."""
     max_crashes: int = 3
+    """Maximum number of restarts in a row after crashes, without a save in between."""
     overrides: Sequence[str] = field(default=())
+    """Changes to the run file, as in `--set`."""
 
 
 def render_slurm_script(run_file: str, run: RunConfig, site: Site, job: SlurmJob) -> str:
@@ -42,9 +45,9 @@ def render_slurm_script(run_file: str, run: RunConfig, site: Site, job: SlurmJob
 
     Args:
         run_file: Path of the run file.
-        run: The run file's content.
+        run: The content of the run file.
         site: The cluster's conventions.
-        job: Options of the job.
+        job: Options of the job that the run file does not have.
 
     Raises:
         UserError: The grid needs more or fewer GPUs than the nodes have, or an option is not valid in SLURM.
@@ -112,7 +115,8 @@ def _option(name: str, value: str) -> str:
 
 
 def _directive(name: str, value: str) -> str:
-    """Return an option for an #SBATCH line. sbatch splits such lines at spaces and does not expand variables."""
+    """Return an option for an #SBATCH line. Raise `UserError` if the line could not hold the option's value. sbatch
+    splits such lines at spaces, and does not expand variables."""
     if re.search(r"[\s\"'#\\]", one_line(value, f"--{name}")):
         raise UserError(f"--{name}={value} cannot be in an #SBATCH line: it has a space, a quote, # or \\")
     return _option(name, value)

@@ -22,9 +22,10 @@ FOLDER: Traversable = files("fourfold.launch.job_scripts").joinpath("sites")
 
 
 def one_line(text: str, what: str = "it") -> str:
-    """Check that a text has no line breaks or other control characters, and return it.
+    """Return the text if it has no line breaks or other control characters. Otherwise raise `UserError`.
 
     Args:
+        text: The text to check.
         what: What to call the text in the error message.
     """
     if re.search(r"[\x00-\x1f\x7f]", text):
@@ -101,8 +102,8 @@ def parse_site(text: str, where: str) -> Site:
     """Parse the text of a site's file.
 
     Args:
-        text: The text.
-        where: Name of the file, for messages.
+        text: The content of the site's file, in TOML.
+        where: Name of the file, for error messages.
 
     Raises:
         UserError: The text is not a valid site.

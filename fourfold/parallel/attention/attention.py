@@ -74,7 +74,8 @@ class SharedAttentionCore(AttentionCore, Tiled):
         return self.attend_share(*self.norm_all_heads(q, k), v, context)
 
     def attend_share(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
-        """Gather what this rank's heads, sequences, or queries need from other ranks, and run attention for them."""
+        """Run attention for this rank's heads, sequences, or queries. First, gather the required keys and values from
+        other ranks."""
         if self.split == "sequence":
             context = replace(context, first_query=self.y.rank * q.shape[1])
             k, v = (gather(t, self.y, 1, "attention: keys and values") for t in (k, v))

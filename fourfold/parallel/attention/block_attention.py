@@ -1,11 +1,12 @@
-"""Compute attention to one block of keys, and its gradients.
+"""Compute attention to one block of keys, and the gradients of this attention.
 
 If a query attends to several blocks, the caller merges the blocks' outputs, weighted by the blocks' log-sum-exps. The
 backward pass of each block reads the merged outputs and the merged log-sum-exps.
 
 torch's public attention does not return log-sum-exps, so this module calls torch's internal kernels. None of these
 kernels can soft-cap scores, so attention with soft-capping runs as separate operations. Queries are [B, N, Q, D], keys
-and values are [B, K, S, D], and K divides N.
+and values are [B, K, S, D]: B sequences, N query heads, Q queries, K key-value heads, S keys, and D channels per head.
+K divides N.
 """
 
 import os
@@ -239,10 +240,11 @@ def _differentiate_capped(
     mask: Tensor | None,
     scores: AttentionScores,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k, and v, ``CAPPED_ROWS`` queries at a time.
+    """Compute the gradients of q, k, and v for attention with soft-capping, ``CAPPED_ROWS`` queries at a time.
 
     Args:
         tensors: The output's gradient, q, and the output.
+        lse_of_all: The log-sum-exps of all queries.
     """
     of_all = tensors[1]
     precise = _precise(of_all)
@@ -289,7 +291,7 @@ def attend_masked(
     """Run attention under a mask, and return the outputs, [B, N, Q, D]. Autograd can differentiate them.
 
     Args:
-        sinks_N: The sink of each head (``join_sinks``), if the model has sinks.
+        sinks_N: The sink of each head (``join_sinks``). None if the model has no sinks.
     """
     return _Masked.apply(q_BNQD, k_BKSD, v_BKSD, sinks_N, mask_B1QS, scores)
 

@@ -54,7 +54,8 @@ class DocumentContext(AttentionContext):
 
 
 def context_of_sequences(context: C, sequences: slice) -> C:
-    """Select the tables of some sequences of a batch. A table with one row applies to all sequences and is kept."""
+    """Select the rows of some sequences from the attention tables of a batch. A table with only one row applies to all
+    sequences and stays unchanged."""
 
     def rows(table: Tensor | None) -> Tensor | None:
         return table if table is None or len(table) == 1 else table[sequences]

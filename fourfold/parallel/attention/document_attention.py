@@ -1,7 +1,7 @@
 """Causal attention within the documents of packed sequences, and within a sliding window.
 
 This module needs no mask over whole sequences. So it needs no more memory than plain causal attention. With short
-documents or short windows, it takes less time. The callers restart the positions of tokens in each document
+documents or short windows, it also takes less time. The callers restart the positions of tokens in each document
 (``data.dataset.positions_of``).
 
 On a GPU, one call of FlashAttention 2 (Dao 2023, arXiv 2307.08691) handles all documents if the kernel supports the
@@ -39,7 +39,10 @@ would compute more scores that the window hides."""
 
 
 class KeyLimits(NamedTuple):
-    """Limits on which keys a query sees. A query sees only keys of its own document, within its window."""
+    """Limits on which keys a query sees: only keys of its own document, and within its window.
+
+    The fields have the same meaning as the arguments of ``attend_documents``.
+    """
 
     document_ends_BE: Tensor | None
     window: int
@@ -59,12 +62,13 @@ def attend_documents(
     """Run causal attention within documents.
 
     Args:
-        document_ends_BE: the position after the last token of each document, ascending. The last end in each row is S.
-            Rows with fewer than E documents repeat S. None means that each sequence is one document.
+        document_ends_BE: the position after the last token of each document, in ascending order. One row has the ends
+            of one sequence. The last end in each row is S. Rows with fewer than E documents repeat S. None means that
+            each sequence is one document.
         window: the number of tokens that a query sees, including itself. 0 means no window.
         scale: the factor that the scores q·k are multiplied by.
         softcap: the soft-cap of the scores (``AttentionScores``). 0 means no soft-capping.
-        sinks_N: the sink of each head (``join_sinks``), if there are sinks.
+        sinks_N: the sink of each head (``join_sinks``). None if the model has no sinks.
 
     Returns:
         The outputs [B, S, N, D], and the log-sum-exps [N, B·S] for the backward pass.
@@ -155,7 +159,7 @@ def _options(limits: KeyLimits, scores: AttentionScores) -> dict[str, Any]:
 def attend_in_turn(
     q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, limits: KeyLimits, scores: AttentionScores
 ) -> tuple[Tensor, Tensor]:
-    """Run attention for one piece of queries at a time."""
+    """Run attention for one piece of a document's queries at a time (``pieces_of``)."""
     out_BSND, lse_NT = _outputs(q_BSND)
     lse_BNS = _by_row(lse_NT, q_BSND)
     for row, queries, keys in pieces_of(limits, q_BSND, scores):
@@ -167,7 +171,7 @@ def attend_in_turn(
 
 
 def differentiate_in_turn(tensors: Tensors, lse_NT: Tensor, limits: KeyLimits, scores: AttentionScores) -> Tensors:
-    """Return the gradients of q, k, and v, computed one piece of queries at a time.
+    """Return the gradients of q, k, and v, computed for one piece of a document's queries at a time (``pieces_of``).
 
     The arguments are as in ``differentiate_at_once``.
     """

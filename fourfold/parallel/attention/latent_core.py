@@ -20,8 +20,8 @@ from fourfold.parallel.tensor.sharding import Tile
 
 
 class LatentLinear(Linear4D):
-    """Projects this rank's own tokens to latents. The weight is [c, H/y], and the output [B, T, c/y]. c is the width of
-    the latents."""
+    """Projects this rank's own tokens to latents. The weight is [c, H/y], and the output is [B, T, c/y]. c is the width
+    of the latents."""
 
     gathers_tokens = False
 

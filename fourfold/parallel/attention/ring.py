@@ -50,7 +50,7 @@ def ring_attention(
         cp: The context axis.
         scores: Scale and soft-cap of the scores.
         window: Number of tokens that a query sees, including itself. 0 means all.
-        sinks_N: The sink of each head (``join_sinks``), if there are sinks.
+        sinks_N: The sink of each head (``join_sinks``). None if the model has no sinks.
 
     Returns:
         The outputs of this rank's queries, [B, T, N, D].
@@ -63,7 +63,10 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class VisibleBlock:
-    """The queries of one ring step that see at least one key, the keys that they see, and the mask."""
+    """A slice of the queries and a slice of the keys. One ring step computes the attention between these two slices.
+
+    ``causal`` and ``mask_B1QK`` have the same meaning as in ``attend_block``.
+    """
 
     queries: slice
     keys: slice

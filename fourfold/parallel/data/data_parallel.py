@@ -1,4 +1,4 @@
-"""The interface of data parallelism, which the modules ``replicated`` and ``fully_sharded`` implement."""
+"""Define the interface of data parallelism. The modules ``replicated`` and ``fully_sharded`` implement it."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class DataParallel(ABC):
 
     @abstractmethod
     def publish(self) -> None:
-        """Make the next forward pass use the updated stored weights."""
+        """Make the next forward pass use the stored weights as they are now, for example after an optimizer step."""
 
     @abstractmethod
     def free_gathered(self) -> None:

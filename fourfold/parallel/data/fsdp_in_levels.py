@@ -20,8 +20,8 @@ from fourfold.torch_internals import MeshWithGroups
 
 
 def in_levels(mesh: DeviceMesh, shards: dist.ProcessGroup | TwoLevels) -> DeviceMesh:
-    """Make ``shards`` the group of the mesh's last dim if ``shards`` has two levels. Otherwise return the mesh
-    unchanged."""
+    """If ``shards`` has two levels, return a mesh whose last dim uses ``shards`` as its process group. Otherwise return
+    the mesh unchanged."""
     return MeshWithGroups(mesh, {mesh.ndim - 1: shards}) if isinstance(shards, TwoLevels) else mesh
 
 

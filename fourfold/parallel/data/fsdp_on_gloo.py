@@ -22,7 +22,8 @@ from fourfold.parallel.grid.grid import TwoLevels
 from fourfold.torch_internals import MeshWithGroups
 
 IN_FLIGHT = 2
-"""Largest number of gradient sums in flight. Each sum needs memory for two copies of a unit's gradients."""
+"""Largest number of gradient sums in flight. Each sum needs memory for two copies of the gradients of a unit
+(``Units``)."""
 
 
 class GatherInBackground(Allocation):
@@ -139,7 +140,8 @@ class SumInBackground(Allocation):
         self._finish(left=0 if self.at_once or self.at_once_over_shards else IN_FLIGHT)
 
     def all_reduce(self, sum: Tensor, replicas: dist.ProcessGroup) -> None:
-        """When the newest reduce-scatter is complete, start an all-reduce of its result ``sum`` over the replicas."""
+        """As soon as the reduce-scatter that computes ``sum`` is complete, start an all-reduce of ``sum`` over the
+        replicas. This method does not wait, unless ``at_once`` is set."""
         if self._inside and self._inside[-1].sum is sum:
             self._inside[-1] = self._inside[-1]._replace(replicas=replicas)
         elif self._exchanges and self._exchanges[-1].sum is sum:
@@ -200,5 +202,5 @@ class ReplicasInBackground:
 
 
 def replicas_in_background(mesh: DeviceMesh, sums: SumInBackground) -> DeviceMesh:
-    """Make the all-reduces over the first dim of a mesh (replicas, shards) run in the background."""
+    """Return a mesh (replicas, shards) whose all-reduces over the first dim run in the background."""
     return MeshWithGroups(mesh, {0: ReplicasInBackground(mesh.get_group(0), sums)})

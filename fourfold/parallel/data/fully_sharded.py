@@ -82,8 +82,8 @@ class FullySharded(DataParallel):
         for embedding in units.embeddings:
             if of_last.isdisjoint(embedding.parameters()):
                 shard(embedding, reshard)
-                # FSDP2 need not gather an embedding for the backward pass, because the backward pass does not read its
-                # weights.
+                # FSDP2 need not gather an embedding for the backward pass, because the backward pass does not read the
+                # embedding's weights.
                 _fsdp(embedding).set_unshard_in_backward(False)
             else:
                 last.append(embedding)
@@ -216,7 +216,7 @@ class FullySharded(DataParallel):
         return found
 
     def _replicas_in_background(self, mesh: DeviceMesh) -> DeviceMesh:
-        """On gloo, make the all-reduces over the first dim of a mesh (replicas, shards) run in the background."""
+        """Return a mesh (replicas, shards). On gloo, all-reduces over its first dim run in the background."""
         return replicas_in_background(mesh, self.sums) if self._on_gloo else mesh
 
     def _sum_without_division(self, mesh: DeviceMesh) -> None:
@@ -281,12 +281,12 @@ class FullySharded(DataParallel):
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def fsdp_groups(self) -> list[Any]:
-        """Return all of FSDP2's parameter groups."""
+        """Return all of FSDP2's parameter groups in the model."""
         return self.groups_of(self._units())
 
     @staticmethod
     def groups_of(units: Iterable[FSDPModule]) -> list[Any]:
-        """Return FSDP2's parameter groups. Since torch 2.13, a module can have more than one group."""
+        """Return FSDP2's parameter groups of some modules. Since torch 2.13, a module can have more than one group."""
         groups: list[Any] = []
         for unit in units:
             state = unit._get_fsdp_state()

@@ -119,7 +119,7 @@ class Weight:
         self.working.grad = None
 
     def finish_gradient(self) -> None:
-        """Move the sum to the stored weight's ``.grad``."""
+        """Move the sum of the gradients to ``.grad`` of the stored weight."""
         if self.summed is not self.stored and self.summed.grad is not None:
             self.stored.grad = self.summed.grad.to(self.stored.grad_dtype)
             self.summed.grad = None

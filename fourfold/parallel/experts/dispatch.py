@@ -37,11 +37,14 @@ class Traffic(NamedTuple):
     order_N: Tensor | None
     """The permutation that sorts the gathered rows by expert. None if they are already sorted."""
     inverse_N: Tensor | None
-    """The inverse permutation of ``order_N``."""
+    """The inverse permutation of ``order_N``, or None if ``order_N`` is None."""
 
 
 class Dispatch:
-    """Sends rows to the ranks that have their experts, and sends the experts' outputs back."""
+    """Sends each row to the ranks that have its expert, and sends the expert's output back.
+
+    A row is one token for one of its chosen experts.
+    """
 
     def __init__(self, grid: Grid, num_experts: int) -> None:
         self.ep, self.x, self.num_experts = grid.ep, grid.x, num_experts
@@ -53,8 +56,9 @@ class Dispatch:
             sizes_E: Number of rows that this rank's tokens send to each expert.
 
         Returns:
-            The counts, [ep + x · ep, e]. The first ep entries say how many rows this rank sends to each ep rank. After
-            these, there are ep entries for each x rank: the number of rows that the x rank receives from each ep rank.
+            The counts, [ep + x · ep, e], with one column for each of the e experts of an ep rank. The first ep entries
+            count the rows that this rank sends to each ep rank. Then there are ep entries for each x rank. They count
+            the rows that this x rank receives from each ep rank.
         """
         mine = sizes_E.view(self.ep.size, -1)
         received = all_to_all(mine, self.ep, COUNTS) if self.ep.size > 1 else mine
@@ -93,7 +97,7 @@ class Dispatch:
         )
 
     def to_experts(self, rows_Nh: Tensor, traffic: Traffic) -> Tensor:
-        """Send rows to the ranks that have their experts. The given rows must be sorted by expert.
+        """Send each row to the ranks that have its expert. The given rows must be sorted by expert.
 
         Returns:
             All rows for the experts on this rank, sorted by expert.

@@ -45,7 +45,10 @@ class CountedRouter(Tiled):
 
 
 class ExpertLoad:
-    """Counts the rows of each expert during a step, and remembers the counts of the previous step."""
+    """Counts the rows of each expert during a step, and remembers the counts of the previous step.
+
+    A token that chose K experts counts as K rows.
+    """
 
     def __init__(self, run: RunConfig, grid: Grid, device: torch.device) -> None:
         model = run.model
@@ -82,7 +85,8 @@ class ExpertLoad:
     def _data_tokens(self, masks_BS: Sequence[Tensor]) -> Tensor | int:
         """Return the number of tokens in the step over all ranks, without padding.
 
-        Either all processes have masks, or no process has one. So all processes call the collective, or none does.
+        The masks are False for padding. Either all processes have masks, or no process has one. So all processes call
+        the collective, or none does.
         """
         if not masks_BS:
             return self.run.training.global_batch_size * self.run.training.seq_length
@@ -99,7 +103,10 @@ class ExpertLoad:
 
     @torch.no_grad()
     def advance(self, shards: Iterable[LocalShard]) -> None:
-        """Keep this step's counts for the next step, and update the biases. Call this after the optimizer step."""
+        """Keep this step's counts for the next step, and update the bias of each expert in the routers.
+
+        Call this after the optimizer step.
+        """
         self.rows_LE.copy_(self._sums[:, : self.experts])
         rate = self.run.moe.bias_update_rate
         if rate:
@@ -191,7 +198,7 @@ class ExpertLoad:
         self._sums[layer] += torch.cat([rows_E.double(), figures.double()])
 
     def count_dropped(self, layer: int, rows: Tensor) -> None:
-        """Add to the number of dropped rows."""
+        """Add ``rows`` to the number of rows that a layer has dropped."""
         if self.counting:
             self._sums[layer, self.experts + FIGURES.index("dropped")] += rows
 

@@ -73,7 +73,7 @@ class ParallelMixture(nn.Module):
         return combine(self._outputs(x_Th, order), order, weights_TK).view_as(x_BTh)
 
     def _outputs(self, x_Th: Tensor, order: Order) -> Tensor:
-        """Return the experts' outputs for all rows, [N, h], sorted by expert."""
+        """Return the experts' outputs, [N, h]: one for each row of ``order``, sorted by expert."""
         load = self.gate.load
         planned = load.planned_rows(len(order.place_N)) if load is not None and load.planned is not None else None
         if self.grid.ep.size * self.grid.x.size == 1 and planned is None:
@@ -98,9 +98,9 @@ class ParallelMixture(nn.Module):
 class ParallelExperts(Tiled):
     """The experts on this rank. Their weights are [E/ep, F/x, H/y] for gate and up, and [E/ep, H/y, F/x] for down.
 
-    FSDP2 splits the first dim of a stored weight, and pads it if it is not divisible by the number of ranks. If experts
-    came first, a rank could hold fewer experts than other ranks, or none. So a weight is stored with its second dim
-    first if FSDP2 then pads less.
+    FSDP2 splits the first dim of a stored weight. If the size of this dim is not divisible by the number of ranks,
+    FSDP2 pads it. If experts came first, a rank could hold fewer experts than other ranks, or none. So a weight is
+    stored with its second dim first if FSDP2 then pads less.
     """
 
     gate_proj: nn.Parameter
@@ -124,11 +124,11 @@ class ParallelExperts(Tiled):
             self.add_tile(name, weight, replace(tile, turned=turned), grid)
 
     def weight(self, name: str) -> Tensor:
-        """Return a weight or its biases in the shape of the tile."""
+        """Return the parameter ``name`` in the shape of its tile."""
         return self.tiles[name].as_tile(getattr(self, name))
 
     def weight_and_bias(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Return a weight and its biases in the shape of their tiles. Without biases, return None for them."""
+        """Return a weight and its biases in the shape of their tiles. Without biases, the second value is None."""
         bias = f"{name}_bias"
         return self.weight(name), self.weight(bias) if bias in self.tiles else None
 

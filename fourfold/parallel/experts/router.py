@@ -13,7 +13,10 @@ from fourfold.parallel.tensor.sharding import Tile
 
 
 class ParallelRouter(BiasInFloat32, CountedRouter):
-    """The router, with weight [E, H/y]. All ranks of y compute the same logits, so they choose the same experts."""
+    """The router, with weight [E, H/y] for E experts and the hidden size H.
+
+    All ranks of y compute the same logits, so they choose the same experts.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -51,13 +54,15 @@ class ParallelRouter(BiasInFloat32, CountedRouter):
         return Routing(logits_TE, experts_TK, self.choice.weights(scores_TE, chosen_TK))
 
     def count_dropped(self, kept_TK: Tensor) -> None:
-        """Count the rows that are dropped."""
+        """Count the dropped rows, which are the entries of ``kept_TK`` that are False."""
         if self.load is not None and not RECOMPUTES.get():
             self.load.count_dropped(self.layer, (~kept_TK).sum())
 
 
 def within_capacity_of_sequences(experts_BTK: Tensor, num_experts: int, factor: float, grid: Grid) -> Tensor:
     """Return a mask of this rank's rows, [B, T, K]: True if the row's expert has room for the row.
+
+    A row is one token for one of its K chosen experts.
 
     The capacity applies to whole sequences (``within_capacity``), but the axes cp and x split the tokens of a sequence.
     So first gather the chosen experts of all tokens of each sequence.

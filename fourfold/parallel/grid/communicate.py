@@ -69,7 +69,7 @@ def purpose(
 
 
 class Pending(NamedTuple):
-    """A collective in flight."""
+    """A collective in flight. When ``works`` are complete, ``finish`` converts ``out`` to the result."""
 
     out: Tensor
     works: Sequence[dist.Work] = ()
@@ -313,10 +313,11 @@ def _sum_of_own_rows(rows: Tensor, axis: Axis, sizes: Sequence[int], why: str) -
     return sum_parts(parts.unflatten(0, (axis.size, own)))
 
 
-# The functions above are for computation that is split over the ranks. If all ranks hold a tensor, each rank then
-# computes only a part of the tensor's gradient. So the backward passes above sum gradients over the ranks.
+# The functions above are for computation that is split over the ranks. In such computation, each rank computes only a
+# part of the gradient of a tensor that all ranks hold. So the backward passes above sum gradients over the ranks.
 #
-# The functions below are for computation that every rank repeats. Each rank then already computes the full gradient.
+# The functions below connect split computation with computation that every rank repeats. In repeated computation, each
+# rank already computes the full gradient.
 
 
 def share(whole: Tensor, axis: Axis, dim: int, why: str) -> Tensor:

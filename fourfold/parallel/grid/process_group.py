@@ -188,7 +188,7 @@ def group_among(sets: list[list[int]]) -> dist.ProcessGroup | None:
 
 
 def warn_of_other_nodes(processes: int) -> None:
-    """Warn if the launcher did not start this many processes per node."""
+    """Warn if the number of processes that the launcher has started per node is not ``processes``."""
     place = read_environment(os.environ)
     started = None if place is None or dist.get_backend() not in ("gloo", "nccl") else place.local_world_size
     if dist.get_rank() == 0 and started not in (None, processes):

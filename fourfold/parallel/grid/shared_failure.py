@@ -43,7 +43,8 @@ def decided_by_rank_0(decide: Callable[[], T]) -> T:
 
 
 def raise_together(failure: UserError | None) -> None:
-    """If any process passes a failure, raise it on all processes. If several do, raise the failure of the lowest rank.
+    """If any process passes a failure, raise it on all processes. If several processes do, raise the failure of the
+    lowest rank.
 
     All processes must call this. If no process fails, the call costs one all-reduce of a scalar.
     """

@@ -43,7 +43,7 @@ class OffloadedInputs:
         self._last: weakref.ref[_OnCPU] | None = None
 
     def checkpointed(self, forward: Callable[..., T], is_first: bool, x: Tensor, *others: Any) -> T:
-        """Call a block's ``forward``. In the backward pass, copy its input ``x`` back, and call ``forward`` again.
+        """Call a block's ``forward``. In the backward pass, copy the input ``x`` back, and call ``forward`` again.
 
         Args:
             is_first: whether this is the first recomputed block of its stage. The backward pass ends with this block,

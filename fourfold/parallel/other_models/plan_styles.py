@@ -62,7 +62,7 @@ def styles_of(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> dict[st
 
 
 def published_plan(model: nn.Module) -> dict[str, str]:
-    """Return the plan that a transformers model publishes, and add its input embedding, head, and routers.
+    """Return the plan that a transformers model publishes. Add styles for the input embedding, head, and routers.
 
     For a model of another library, the plan is empty.
     """
@@ -203,7 +203,7 @@ def groups_of(styles: Mapping[str, str | None]) -> set[str]:
 
 
 def enclosing(name: str, groups: Iterable[str]) -> str | None:
-    """Return the outermost group that contains a module, or None."""
+    """Return the outermost group that contains a module, or None if no group contains the module."""
     return min((group for group in groups if f"{name}.".startswith(f"{group}.")), key=len, default=None)
 
 

@@ -75,8 +75,8 @@ def split_experts(module: Any, grid: Grid, name: str) -> None:
         return x_NH, chosen_NK.masked_fill(elsewhere_NK, here), weights_NK.masked_fill(elsewhere_NK, 0)
 
     def leave(module: nn.Module, inputs: Any, out_NH: Tensor) -> Tensor:
-        # If no token chose this rank's experts, their weights would get no gradient. So add an empty sum of each weight
-        # to the output, which makes their gradient zero.
+        # If no token chose this rank's experts, the experts' weights would get no gradient. So add an empty sum of each
+        # weight to the output. The gradients are then zero.
         nothing = sum(weight[:0].sum() for weight in module.parameters())
         return sum_of(out_NH + nothing, over_both, f"{name}: outputs")
 

@@ -31,12 +31,14 @@ count the heads of all ranks."""
 
 @dataclass(frozen=True)
 class Placed:
-    """How one module is split: its style, and how y splits the features of the module that contains it, such as
-    attention."""
+    """How one module is split."""
 
     name: str
     style: str
+    """The module's style (``plan_styles``)."""
     over_y: OverY | None = None
+    """How the ranks of y hold the features between the layers of the module's group. None if the module was not
+    replaced."""
 
 
 def lay_out(model: nn.Module, grid: Grid, rules: Mapping[str, str]) -> list[Placed]:

@@ -108,7 +108,7 @@ class RowLinear(WholeTokensLinear):
     """A linear layer with weight [out/y, in/x] that reads split features and writes the whole residual stream.
 
     Its input is split like the output of ``ColumnLinear``. With ``split_input``, the input has all features on every
-    rank, and the layer takes its x rank's share.
+    rank, and the layer takes this x rank's share.
     """
 
     def __init__(self, linear: nn.Linear, grid: Grid, over_y: OverY, split_input: bool, name: str) -> None:

@@ -65,7 +65,7 @@ class Parts:
     y > 1, most collectives could hide behind the matmuls of only one part."""
 
     def dim(self, x_BTh: Tensor) -> int | None:
-        """Return which dim to divide: 0 for sequences, 1 for tokens, or None if neither can be divided."""
+        """Return which dim of a micro-batch to divide: 0 (sequences), 1 (tokens), or None if neither can be divided."""
         sequences, tokens = x_BTh.shape[:2]
         if sequences % (self.number * self.multiple) == 0:
             return 0
@@ -74,7 +74,7 @@ class Parts:
     def run(
         self, visits: Sequence[Visit], x_BTh: Tensor, dim: int | None, contexts: Mapping[LayerType, AttentionContext]
     ) -> Tensor:
-        """Divide a micro-batch along ``dim`` into parts, and run consecutive blocks on them.
+        """Divide a micro-batch along ``dim`` into parts, and run consecutive blocks on the parts.
 
         If ``dim`` is None, the whole micro-batch is one part.
         """
@@ -101,7 +101,7 @@ class Parts:
 
 
 class BlocksInParts(BlockStack):
-    """The blocks of a decoder. A part can enter a block while other parts are still in the previous block."""
+    """The blocks of a decoder. A batch part can enter a block while other parts are still in the previous block."""
 
     def __init__(self, blocks: Mapping[str, BlockInParts], parts: Parts) -> None:
         super().__init__(blocks)
@@ -149,7 +149,8 @@ class BlockInParts(nn.Module):
         Args:
             index: the index of the part.
             joined: attention over all parts, if each part has only some tokens of its sequences. Otherwise None.
-            is_last: False if another block follows. The next block then starts by gathering this block's output.
+            is_last: False if the part enters another block right after this block. The other block starts by gathering
+                this block's output.
         """
         assert isinstance(self.mlp, MLP), "parts do not take turns if there are experts"
         qkv, o_proj, up, down_proj = self.self_attn.qkv, self.self_attn.o_proj, self.mlp.up, self.mlp.down_proj
@@ -206,7 +207,7 @@ class JoinedAttention:
     def take(self, index: int) -> Tensor:
         """Return the attention output of a part.
 
-        The first call computes the outputs of all parts. Call ``give`` for every part before.
+        The first call computes the outputs of all parts. Before this call, call ``give`` for every part.
         """
         if self._given:
             parts, given = len(self._given), zip(*(self._given[i] for i in sorted(self._given)), strict=True)
@@ -220,10 +221,10 @@ class JoinedAttention:
 
 
 class Visit:
-    """The pass of all parts through one block. This class is used if the block's own forward pass runs the parts.
+    """The pass of all batch parts through one block. This class is used if the block's own forward pass runs the parts.
 
     Args:
-        is_last: False if another block follows.
+        is_last: False if each part enters another block right after this block.
     """
 
     def __init__(self, block: BlockInParts, is_last: bool) -> None:
@@ -236,11 +237,11 @@ class Visit:
         return x_BTh
 
     def leave(self, index: int, x_BTh: Tensor) -> None:
-        """Handle the output of a part. The base class ignores it."""
+        """Handle the block's output for a part. The base class does nothing with it."""
 
 
 class HookedVisit(Visit):
-    """The pass of all parts through one block whose own forward method is not called.
+    """The pass of all batch parts through one block whose own forward method is not called.
 
     Without a call of forward, torch does not run the block's hooks. So this class runs them: the pre-hooks when the
     first part enters, and the other hooks when the last part has left.

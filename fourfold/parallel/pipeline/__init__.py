@@ -1,1 +1,1 @@
-"""Pipeline schedules, and the step of a pipeline."""
+"""Schedule the operations of pipeline stages, and run them."""

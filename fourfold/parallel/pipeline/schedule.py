@@ -76,7 +76,7 @@ def with_transfers(ops: Sequence[Sequence[Op]], grid: ParallelConfig) -> list[li
 
     This function simulates all ranks together. If another rank needs the result of an operation, the function adds a
     send to the list of the rank with the result, and a receive to the list of the rank that needs it. So any two ranks
-    list their transfers in the same order, and cannot deadlock.
+    list the transfers between them in the same order, and cannot deadlock.
     """
     whole: list[list[Op]] = [[] for _ in ops]
 
@@ -111,7 +111,8 @@ def simulate(ops: Sequence[Sequence[Op]], grid: ParallelConfig, run: Callable[[i
 def alternatives_of(op: Op, grid: ParallelConfig) -> list[list[Op]]:
     """Return lists of operations. ``op`` can run as soon as all operations of any one list are done.
 
-    The next stage computes the gradient of its input in B (a full backward pass) or in I (only input gradients).
+    Except in the last stage, a backward pass has two lists. The next stage computes the gradient of its input either
+    in B (a full backward pass) or in I (only input gradients).
     """
     stage, i = op.stage, op.micro_batch
     if op.kind == "F":

@@ -23,7 +23,7 @@ def fuses_loss(device_type: str) -> bool:
 
 @torch.library.custom_op("fourfold::normalize_logits", mutates_args=())
 def normalize_logits(logits_mv: Tensor, labels_m: Tensor, first: int, real: int, softcap: float) -> Tensor:
-    """Return the log-sum-exp of each row of logits, and the logit of its label, [2, m] in float32.
+    """Return the log-sum-exp of each token's logits, and the logit of each token's label, [2, m] in float32.
 
     Args:
         first: the label that belongs to column 0. If another rank has a label's column, the returned logit is 0.
@@ -47,8 +47,8 @@ def differentiate_logits(
     """Overwrite the logits with the gradient of the losses.
 
     Args:
-        normalizer_m: the log-sum-exp of each row, over the columns of all ranks.
-        factor_m: the factor that each row's gradient is multiplied by. The factor must be 0 for tokens without a loss.
+        normalizer_m: the log-sum-exp of each token's logits, over the columns of all ranks.
+        factor_m: the factor that each token's gradient is multiplied by. It must be 0 for tokens without a loss.
         first: as in ``normalize_logits``.
         real: as in ``normalize_logits``.
         softcap: as in ``normalize_logits``.

@@ -59,7 +59,8 @@ class ParallelHead(Tiled):
         return min(max(self.vocab_size - self.x.rank * rows, 0), rows)
 
     def logits_of_chunk(self, x_nh: Tensor, weight: Tensor) -> Tensor:
-        """Return this rank's share of the logits of n tokens, [m, v] with m = n/y and v = V/x."""
+        """Return this rank's share of the logits of n tokens, [m, v] with m = n/y and v = V/x. V is the vocabulary size
+        with padding."""
         logits_mv = reduce_scatter(x_nh @ weight.T, self.y, 0, "lm_head: logits")
         return logits_mv if self.is_fused else logits_mv.float()
 

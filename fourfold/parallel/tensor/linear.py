@@ -90,7 +90,8 @@ def linear_4d(x: Tensor, layers: Layers) -> Tensors:
 
 
 class _Forward(FunctionOfMany):
-    """Multiplies the gathered input, and sums the output over b. The backward pass hands gradients to ``_Backward``."""
+    """Multiplies the gathered input, and sums the output over the axis b. The backward pass hands gradients to
+    ``_Backward``."""
 
     @staticmethod
     def forward(ctx: Context[int], x: Tensor, layers: Layers, *matrices_and_places: Tensor) -> Tensors:
@@ -147,7 +148,7 @@ def gather_kept(first: Linear4D, kept: Tensor) -> Pending:
 
 
 def start_input_gradient(layers: Layers, grads: Tensors, matrices: Sequence[Tensor]) -> Pending:
-    """Compute the gradient Σ g W of the layers' common input, and start to sum it over the ranks of a.
+    """Compute the gradient Σ g W of the layers' common input, and start to sum it over the axis a.
 
     If ``overlap.input_gradients`` is off, also wait for the sum.
     """
@@ -174,7 +175,7 @@ def weight_gradients(
     Args:
         layers: layers that read the same input.
         grads: the gradient g of each layer's output.
-        x: the input, gathered over the ranks of a.
+        x: the input, gathered over the axis a.
         matrices: the weight of each layer, followed by A and B if the layer has an adapter.
         needed: for each of ``matrices``, whether its gradient is needed.
     """
@@ -196,7 +197,7 @@ def by_layer(layers: Layers, flat: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 class Linear4D(Tiled):
-    """A linear layer on the grid, normal or transposed.
+    """A linear layer on the grid, normal or transposed (see the module's docstring).
 
     Args:
         over_y: how the ranks of y hold the output of a normal layer, or the input of a transposed layer.
@@ -220,7 +221,7 @@ class Linear4D(Tiled):
     """Whether to save only this rank's share of the input, and gather the input again in the backward pass."""
 
     lora_scale: float = 0.0
-    """α/r of the layer's adapter. 0 if there is no adapter."""
+    """The factor α/r of the layer's LoRA adapter. 0 if there is no adapter."""
 
     def __init__(
         self,

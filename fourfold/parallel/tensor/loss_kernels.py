@@ -47,9 +47,10 @@ def differentiate(
 def _normalize(
     logits, labels, both, of_row, rows, columns, first, real, softcap, CAPPED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Compute the log-sum-exp of a row's first ``real`` logits, and the logit of its label.
+    """Compute the log-sum-exp of a row's first ``real`` logits, and the logit of the row's label.
 
-    The label's logit is 0 if another rank has the label's column, and −inf if the column is padding.
+    A row has the logits of one token. The label's logit is 0 if another rank has the label's column, and −inf if the
+    column is padding.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * of_row

@@ -38,7 +38,7 @@ class Matmuls:
 
 
 def adapter_tiles(weight: Tile) -> tuple[Tile, Tile]:
-    """Return the tiles of A and B, given the tile of the weight."""
+    """Return the tiles of the LoRA matrices A and B, given the tile of the weight."""
     if weight.y == 1:
         # If x does not split the weight's rows, every x rank holds all of B. Each of them computes B's gradient from
         # its own tokens, so sum the gradient over x too.
@@ -48,19 +48,22 @@ def adapter_tiles(weight: Tile) -> tuple[Tile, Tile]:
 
 
 def add_to_output(out: Tensor, x: Tensor, adapter: Sequence[Tensor], scale: float) -> None:
-    """Add s · (x Aᵀ) Bᵀ to the output, in place."""
+    """Add the LoRA adapter's output s · (x Aᵀ) Bᵀ to ``out``, in place. s is ``scale``."""
     a, b = adapter
     out.view(-1, out.shape[-1]).addmm_((x @ a.T).flatten(0, 1), b.T, alpha=scale)
 
 
 def add_to_input_gradient(total: Tensor, grad: Tensor, adapter: Sequence[Tensor], scale: float) -> None:
-    """Add s · (dout B) A to the input gradient ``total``, in place. dout is the output gradient ``grad``."""
+    """Add the LoRA adapter's input gradient s · (dout B) A to ``total``, in place.
+
+    s is ``scale``, and dout is the output gradient ``grad``.
+    """
     a, b = adapter
     total.view(-1, total.shape[-1]).addmm_((grad @ b).flatten(0, 1), a, alpha=scale)
 
 
 def adapter_gradients(grad: Tensor, x: Tensor, adapter: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
-    """Return the gradients of A and B: dA = (dout (s B))ᵀ x and dB = doutᵀ (x (s A)ᵀ).
+    """Return the gradients of the LoRA matrices A and B: dA = (dout (s B))ᵀ x and dB = doutᵀ (x (s A)ᵀ).
 
     dout is the output gradient ``grad``. B is multiplied by s first, because B is small at the start of training.
     Without the factor, dout B could underflow in fp16.

@@ -17,14 +17,14 @@ class Tile:
     """How the tensor axes x and y, and the expert axis ep, split a parameter into tiles.
 
     Attributes:
-        x, y, ep: the dim that the axis splits, or None if its ranks hold the same values. If x and y split the same
-            dim, x splits it first, and y splits the parts.
+        x, y, ep: the dim that the axis splits, or None if the ranks of the axis hold the same values. If x and y
+            split the same dim, x splits it first, and y splits the parts.
         partial_over: the axes over which the gradient must be summed, because each rank of such an axis computes only a
             part of the gradient.
         turned: whether the tile is stored with its first two dims exchanged, so FSDP2 splits the second dim. Shapes
             and slices in this class always describe the tile, not its stored form.
-        sharded: whether FSDP2 may split the tile further, over z and, with ``zero``, over dp·cp. Otherwise each rank of
-            z, dp, and cp holds the whole tile.
+        sharded: whether FSDP2 may split the tile further, over z, and with ``zero`` above 0 also over dp·cp. If False,
+            each rank of z, dp, and cp holds the whole tile.
     """
 
     x: int | None = None
@@ -70,7 +70,7 @@ class Tile:
 
 
 def cut(shape: Sequence[int], cuts: Sequence[tuple[int | None, int, int]]) -> tuple[slice, ...]:
-    """Return the slices of one piece of a tensor that is cut evenly, one or several times.
+    """Cut a tensor evenly, once or several times, and return the slices of one piece.
 
     Args:
         cuts: (dim, number of pieces, index of this piece) for each cut, in the order of the cuts. A dim of None means
@@ -104,7 +104,10 @@ def shard_number(rank: int, ranks: int, per_node: int) -> int:
 
 
 def chunk(rows: slice, pieces: int, piece: int) -> slice:
-    """Return one piece of rows, cut as in torch.chunk and FSDP2: the last pieces may be shorter, or empty."""
+    """Cut a range of rows into pieces as torch.chunk and FSDP2 do, and return one piece.
+
+    The last pieces may be shorter, or empty.
+    """
     size = math.ceil((rows.stop - rows.start) / pieces)
     first, last = (min(rows.start + number * size, rows.stop) for number in (piece, piece + 1))
     return slice(first, last)

@@ -19,7 +19,7 @@ class Spread(NamedTuple):
     """Says how tensors are spread over the ranks of an axis.
 
     Each rank holds its share along ``dim``. If ``dim`` is None, each rank holds a copy of the whole tensor. With
-    shares, ``start_sums`` and ``start_gathers`` run one collective for all their tensors together.
+    shares, ``start_sums`` and ``start_gathers`` run a single collective for all tensors of a call.
     """
 
     axis: Axis

@@ -1,1 +1,1 @@
-"""Fit the planner's constants to measured steps, and compare its predictions with measurements."""
+"""Fit the planner's constants to measured steps, and compare predictions with measurements."""

@@ -1,5 +1,5 @@
 """Define the columns of a table of measured training runs. Each line of the CSV file is one configuration with its
-measured step time or memory."""
+measured step time or memory. The *exchange* of a mixture-of-experts model sends tokens to their experts and back."""
 
 import difflib
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ class MeasuredRow(BaseModel):
     notes: str = ""
     """Free text. fourfold does not read it."""
     derived: str = ""
-    """Names of the columns that you computed from other values in the source."""
+    """Names of the columns whose values you computed from other values in the source."""
     complete: Flag = True
     """`no` if the source does not state the full configuration. The errors of such rows are reported separately."""
     doubt: str = ""
@@ -120,8 +120,8 @@ class MeasuredRow(BaseModel):
     """Largest number of tokens that an expert processes, as a multiple of the mean over the experts. Default: no
     limit."""
     imbalance: float = Field(1.0, ge=1, lt=LARGEST)
-    """Tokens on the ep rank with the most tokens, divided by the mean over the ep ranks. Default: 1 (all ranks get
-    equally many tokens)."""
+    """Number of tokens on the ep rank with the most tokens, divided by the mean over the ep ranks. Default: 1 (all
+    ranks get equally many tokens)."""
     vocab: Count | None = None
     """Size of the vocabulary, including padding. Default: 51,200 (GPT-2's vocabulary, padded)."""
 

@@ -28,10 +28,10 @@ the prior is 0."""
 NOISE_BETWEEN = 0.1
 """Noise of the first fit: standard deviation of log(measured / predicted) for step times of all sources."""
 NOISE_WITHIN = 0.03
-"""Noise of the second fit: standard deviation of log(measured / predicted) for step times of one source. It covers the
-variation between runs, and effects that the cost model omits."""
+"""Noise of the second fit: standard deviation of log(measured / predicted) for step times of one source. This noise
+covers the variation between runs, and effects that the cost model omits."""
 HUBER = 1.5
-"""Residuals above this number of standard deviations are penalized linearly instead of quadratically."""
+"""Residuals above this number of standard deviations of the noise are penalized linearly instead of quadratically."""
 ITERATIONS = 25
 """Largest number of Gauss–Newton steps."""
 STEP = 1e-4
@@ -43,8 +43,8 @@ class Calibration:
     """Fitted constants, as logarithms of their ratios to the medians of the priors."""
 
     offsets: dict[str, np.ndarray] = field(default_factory=dict)
-    """Logarithms [constants] of each level. The keys are "all", "machine NAME", "source NAME", and "known NAME on
-    MACHINE"."""
+    """The value of each level, an array [constants] of logarithms. The keys are "all", "machine NAME", "source NAME",
+    and "known NAME on MACHINE"."""
 
     def logs(self, machine: str, source: str) -> np.ndarray:
         """Return the sum of the levels that apply to a machine and a source, [constants]. A level without rows counts
@@ -76,11 +76,11 @@ def fit(
     """Fit the constants to measured step times.
 
     Args:
-        work: The workloads of the rows.
-        machine: The machines of the rows.
+        work: The workloads of all rows, stacked into one workload of arrays [rows].
+        machine: The machines of all rows, stacked into one machine of arrays [rows].
         seconds: The measured seconds per step [rows].
-        machines: The machine names of the rows.
-        sources: The source names of the rows.
+        machines: The machine name of each row.
+        sources: The source name of each row.
         known: Whether to also fit the fourth level, for each source and each machine that the source has rows on.
     """
     counts = Counter(sources)
@@ -155,8 +155,8 @@ def _levels(
 
 
 def from_table(table: dict[str, dict[str, float]]) -> Calibration:
-    """Create a calibration from a table of factors, by level and then by constant. Each factor multiplies the
-    constant's prior."""
+    """Create a calibration from a table of factors, by level and then by constant. Each factor multiplies the median of
+    the constant's prior."""
     return Calibration({key: np.log([factors[name] for name in NAMES]) for key, factors in table.items()})
 
 

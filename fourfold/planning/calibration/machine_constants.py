@@ -38,7 +38,7 @@ def kind_of_extrapolation(machine: Machine) -> str | None:
     """Return "known machine" if the calibration that comes with fourfold is fitted to rows of this machine, and "new
     machine" otherwise.
 
-    Return None if the machine's file has its own fitted constants, because they replace this calibration.
+    Return None if the machine's file has its own fitted constants, because these replace fourfold's calibration.
     """
     if is_calibrated(machine):
         return None
@@ -46,8 +46,8 @@ def kind_of_extrapolation(machine: Machine) -> str | None:
 
 
 def kind_of_step(work: Workload, waiting: float) -> str:
-    """Return the kind of a step: "mixture", "long context", "small batch", or "dense" (all other steps). Each kind has
-    its own prediction interval.
+    """Return the kind of a step: "mixture" (a mixture of experts), "long context", "small batch", or "dense" (all other
+    steps). Each kind has its own prediction interval.
 
     Args:
         work: A single workload.
@@ -86,7 +86,7 @@ def shipped_interval(machine: Machine, kind: str, work: Workload) -> tuple[float
 def shipped_order_factor() -> float:
     """Return how far apart two predicted times must be, as a ratio, so that their order can be trusted.
 
-    If the ratio is larger than this factor, the two measured times have the same order with a probability of 95 %
+    If the ratio is larger than this factor, the measured times have the predicted order with a probability of 95 %
     (``order_factor`` in docs/validation_page/error_intervals.py).
     """
     return float(_table()["order"]["factor"])
@@ -116,8 +116,8 @@ def range_features(work: Workload) -> dict[str, float]:
 
 
 def outside_calibrated_range(machine: Machine, work: Workload) -> list[str]:
-    """Return a text for each feature of ``work`` that is outside the calibrated range of the machine's constants. The
-    text names the feature, its value, and the range."""
+    """Return one text for each feature of ``work`` that is outside the calibrated range of the machine's constants.
+    Each text names the feature, its value, and the range."""
     values = range_features(work)
     return [
         f"{name} {values[name]:,.0f} (calibrated from {low:,.0f} to {high:,.0f})"

@@ -1,4 +1,4 @@
-"""Fit a machine's constants to the user's own measurements, and cross-validate them."""
+"""Fit a machine's constants to the user's own measurements, and cross-validate them. A *row* is one measured run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -59,7 +59,7 @@ def compare_run(run: RunConfig, machine: Machine, seconds: Sequence[float], memo
         run: The run.
         machine: The machine that the run used.
         seconds: Seconds of each step, starting with the first step. The sequence needs more than ``WARM_UP`` entries.
-        memory_bytes: Largest number of bytes that the first process had allocated, or None.
+        memory_bytes: Largest number of bytes that the first process had allocated. None if it was not measured.
 
     Raises:
         UserError: The planner cannot predict the run.
@@ -71,8 +71,8 @@ def compare_run(run: RunConfig, machine: Machine, seconds: Sequence[float], memo
 
 
 def row_of_run(path: Path, machine: Machine) -> Row:
-    """Return a row with the median step time and the peak memory of a run, from its metrics.jsonl and the run.toml in
-    the same folder.
+    """Return a run as a measured row for a fit. The row has the median step time and the peak memory from the run's
+    metrics.jsonl, and the workload from the run.toml in the same folder.
 
     Raises:
         UserError: One of the files is missing or invalid, no step after the first ``WARM_UP`` is recorded, or the

@@ -1,5 +1,5 @@
-"""Read tables of measured runs, and turn each row into a workload for the planner. ``columns`` defines the columns of
-the tables.
+"""Read tables of measured runs, and turn each row into a workload for the planner. A row is one run. ``columns``
+defines the columns of the tables.
 
 A row with a mistake raises an error. If the planner cannot predict a correct row, the row is skipped, and the reason is
 reported.
@@ -58,7 +58,7 @@ class Row:
     program: str = "fourfold"
     """Name of the training framework."""
     doubt: str = ""
-    """Why the measurement is doubtful."""
+    """Why the measurement is doubtful. Empty if it is not."""
     mixture: bool = False
     """Whether the model is an MoE model. No constant is fitted to MoE models."""
 
@@ -126,7 +126,7 @@ def _corrected(measured: MeasuredRow) -> MeasuredRow:
 
 
 def row_of(measured: MeasuredRow) -> Row:
-    """Convert a row to a workload. Raise ``Skipped`` with the reason if the planner cannot predict it."""
+    """Convert a row to a workload. Raise ``Skipped`` with the reason if the planner cannot predict the row."""
     if measured.precision == "nvfp4":
         raise Skipped("precision below 8 bits")
     if measured.architecture == "hybrid":
@@ -248,14 +248,14 @@ def _layout(measured: MeasuredRow, machine: Machine) -> dict[str, Any]:
 
 
 def _shares_optimizer(measured: MeasuredRow) -> bool:
-    """Return whether the run uses DeepSpeed's BF16_Optimizer. It shards optimizer states even at ZeRO stage 0, and
-    all-reduces gradients."""
+    """Return whether the run uses DeepSpeed's BF16_Optimizer. This optimizer shards optimizer states even at ZeRO stage
+    0, and all-reduces gradients."""
     traits = PROGRAMS[measured.program]
     return traits.deepspeed and measured.precision == "bf16" and measured.sharding in ("none", "zero1")
 
 
 def _program(measured: MeasuredRow) -> dict[str, Any]:
-    """Return the framework's flags. The row's columns override some of them."""
+    """Return the framework's flags. The row's columns override some of the flags."""
     traits = PROGRAMS[measured.program]
     fsdp = measured.sharding in ("fsdp", "hsdp")
     parallel_sequence = traits.seq_parallel if measured.seq_parallel is None else measured.seq_parallel
@@ -331,7 +331,7 @@ def _divided(work: Workload, measured: MeasuredRow) -> Workload:
     """Set ``end_layers``. When layers are divided into stages, the embedding counts as this number of layers, and so
     does the head.
 
-    Each of the two counts as one layer if the row says so, or if the layers cannot be divided evenly in any other way.
+    The number is 1 if the row says so, or if the layers cannot be divided evenly in any other way. Otherwise it is 0.
     """
     layers, chunks = work.model.num_hidden_layers, work.layout.pp * work.layout.stages_per_rank
     if chunks > layers + 2:

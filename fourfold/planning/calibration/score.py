@@ -1,4 +1,5 @@
-"""Score predictions against measured rows: errors by source, rankings within sweeps, and memory."""
+"""Score predictions against measured rows: errors by source, rankings within sweeps, and memory. A *row* is one
+measured run. A *sweep* is a group of rows that differ only in layout."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +17,11 @@ from fourfold.planning.cost.out_of_memory import p_out_of_memory
 from fourfold.planning.cost.step import step_parts
 
 MIN_SWEEP, MIN_RANKED = 3, 8
-"""A sweep's regret is computed from at least ``MIN_SWEEP`` rows, and its rank correlation from at least ``MIN_RANKED``
-rows."""
+"""A sweep's regret (see ``sweeps_of``) is computed from at least ``MIN_SWEEP`` rows, and its rank correlation from at
+least ``MIN_RANKED`` rows."""
 
 KEYS: dict[str, Callable[[Row], str]] = {"source": lambda row: row.source, "machine": lambda row: row.machine.name}
-"""Functions that group rows by source or by machine, for ``predict_left_out``."""
+"""For each way to group rows, a function that returns the name of a row's group, for ``predict_left_out``."""
 
 Statistics = dict[str, float | int | None]
 """Counts, errors, and correlations, by name. An error or a correlation is None if there are no rows to compute it
@@ -72,7 +73,9 @@ def predict_rows(rows: Sequence[Row], calibration: Calibration, prefer_own: bool
     """Predict the step time and memory of every row.
 
     Args:
-        prefer_own: Whether constants in a machine's file take precedence over the calibration.
+        rows: Measured rows.
+        calibration: The constants to predict with.
+        prefer_own: Whether the constants in a machine's file, if it has any, replace the constants in ``calibration``.
     """
     if not rows:
         return []
@@ -154,7 +157,7 @@ def _errors_by_source(scored: Sequence[Scored]) -> dict[str, Any]:
 
 
 def errors_of(scored: Sequence[Scored]) -> Statistics:
-    """Return the errors of the rows' step times, by name. Every row must have a step time.
+    """Return statistics of the errors of predicted step times, by name. Every row must have a measured step time.
 
     The entries are the number of rows, three statistics of the absolute relative errors (median, mean, and maximum),
     the mean signed error (bias), and the fraction of rows inside the 90 % interval.
@@ -176,7 +179,7 @@ def errors_of(scored: Sequence[Scored]) -> Statistics:
 
 
 def sweeps_in(scored: Sequence[Scored]) -> list[list[Scored]]:
-    """Group rows into sweeps. The rows of a sweep differ only in layout."""
+    """Group rows into sweeps. The rows of one sweep differ only in layout."""
     sweeps: dict[tuple[str, ...], list[Scored]] = {}
     for s in scored:
         sweeps.setdefault(s.row.sweep, []).append(s)
@@ -184,7 +187,7 @@ def sweeps_in(scored: Sequence[Scored]) -> list[list[Scored]]:
 
 
 def sweeps_of(scored: Sequence[Scored]) -> Statistics:
-    """Score how well predictions rank the rows of each sweep.
+    """Score how well predictions rank the rows of each sweep, by regret and by Spearman's rank correlation.
 
     The *regret* of a sweep says what it costs to trust the predictions. The regret is the measured time of the row that
     is predicted to be fastest, divided by the shortest measured time, minus 1.
@@ -218,9 +221,9 @@ def memory_of(scored: Sequence[Scored]) -> Statistics:
     """Score the predicted memory.
 
     The scores are:
-    - the relative errors
+    - the mean absolute relative error, and the mean relative error (bias)
     - the OOM recall: of the rows that ran out of memory, the fraction that was predicted to run out
-    - of the rows that fit into memory, the fraction that was predicted to fit
+    - the fit recall: of the rows that fit into memory, the fraction that was predicted to fit
     """
     errors = [s.memory_gb / s.row.memory_gb - 1 for s in scored if s.row.memory_gb is not None]
     out = [s.p_oom > 0.5 for s in scored if s.row.out_of_memory]

@@ -23,7 +23,7 @@ from fourfold.planning.calibration.score import (
 
 @dataclass(frozen=True)
 class Validation:
-    """The predictions for a file's rows."""
+    """The predictions for the measured rows of a file."""
 
     constants: str
     """A phrase that tells the user where the constants come from."""

@@ -1,5 +1,5 @@
-"""Compute the bytes of one block's attention on one rank: what it saves for the backward pass, and the peak of its
-backward pass."""
+"""Compute the bytes of one block's attention on one rank: the tensors that attention saves for the backward pass, and
+the peak of attention's backward pass."""
 
 import numpy as np
 
@@ -21,12 +21,12 @@ from fourfold.planning.workload import Workload
 
 
 def kept_by_core(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes that attention saves for its backward pass: the tensors between qkv and o_proj, except the
-    attention kernel's output.
+    """Return the bytes that attention saves for its backward pass: the tensors between the projections qkv and o_proj,
+    except the attention kernel's output.
 
     Returns:
-        The bytes if attention is not recomputed, and the bytes if it is recomputed. In the second case, attention saves
-        only the outputs of the projections.
+        First the bytes if attention is not recomputed, then the bytes if attention is recomputed. In the second case,
+        attention saves only the outputs of the projections.
     """
     model, layout, step = work.model, work.layout, work.step
     p, split = tensor_bytes(work), attention_over_y(work)
@@ -65,10 +65,10 @@ def kept_by_core(work: Workload) -> tuple[Number, Number]:
 
 
 def kept_latents(work: Workload, tokens: Number) -> Number:
-    """Return how many more bytes latent attention saves than other kinds of attention.
+    """Return how many more bytes latent attention saves for the backward pass than other kinds of attention save.
 
-    Other kinds of attention save the gathered input (``tokens`` bytes). Instead, latent attention saves this rank's
-    shard of the input, the rank's latents, and the gathered latents.
+    Other kinds of attention save their input, which has ``tokens`` bytes. Instead of this input, latent attention saves
+    the rank's shard of the input, the rank's latents, and the gathered latents.
     """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens / layout.y
@@ -86,8 +86,8 @@ def kept_latents(work: Workload, tokens: Number) -> Number:
 def attention_backward(work: Workload) -> Number:
     """Return the peak bytes of attention's backward pass, not counting the tensors that the forward pass has saved.
 
-    The backward pass of the MLP comes first, and has freed the tensors that were saved for it. So their bytes are
-    subtracted.
+    The backward pass of the MLP comes first, and frees the tensors that the MLP has saved. So the bytes of these
+    tensors are subtracted.
     """
     model, p = work.model, tensor_bytes(work)
     # In a ring, the rank sums gradients in fp32. It holds the gradients of its queries, of its own keys and values, and
@@ -105,7 +105,8 @@ def attention_backward(work: Workload) -> Number:
 
 
 def _capped_backward(work: Workload) -> Number:
-    """Return the bytes that replace the fused kernel's bytes in ``attention_backward`` if scores are soft-capped.
+    """Return the bytes that the backward pass of attention with soft-capped scores needs, instead of the bytes that a
+    fused kernel needs.
 
     At the peak, five fp32 tensors have an entry per score: the softmax weight, the derivative of the soft-cap, the
     soft-capped value, the gradient of the softmax weight, and a result computed from that gradient. Keys, values, and

@@ -51,7 +51,7 @@ def keys_computed(work: Workload) -> Number:
     Usually, these are the keys that the query attends to. fourfold computes more scores, and masks some of them, in two
     cases:
 
-    - If the y ranks share the queries, each query gets scores for all keys.
+    - If the y ranks divide the queries of a sequence among themselves, each query gets scores for all keys.
     - In a ring with a sliding window, let n be the number of keys per rank. A query gets scores for the n keys of its
       own rank, and for about n / 2 + window keys of other ranks (but at most half of their keys).
     """

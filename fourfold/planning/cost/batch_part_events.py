@@ -1,5 +1,5 @@
 """List the computations and collectives of blocks whose batch parts (``overlap.batch_parts``) take turns, in the order
-of execution. x and y are the tensor axes."""
+of execution. Batch parts are parts of a micro-batch. x and y are the tensor axes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Kind:
     """The properties of a block that determine the order of its events."""
 
     batch_parts: int
-    """Number of batch parts."""
+    """Number of batch parts of a micro-batch."""
     x: bool
     """Whether the axis x has more than one rank."""
     y: bool
@@ -22,11 +22,11 @@ class Kind:
     tokens: bool
     """Whether each part holds some tokens of all sequences. Attention then waits for all parts."""
     recompute: int
-    """Index into ``workload.RECOMPUTE``."""
+    """Index into ``workload.RECOMPUTE`` (none, selective, full)."""
     parts_cross_blocks: bool
     """Whether a part can enter a block while another part is still in the previous block."""
     split_backward: bool
-    """Whether weight gradients are deferred. The events of the backward pass then exclude them."""
+    """Whether weight gradients are computed later, in a separate pass. They are then not among the events."""
     overlap: bool
     """Whether the sums of input gradients overlap with the computation of weight gradients."""
     gate: bool
@@ -40,7 +40,8 @@ class Kind:
     norms_after: bool
     """Whether norms apply to the outputs of attention and MLP."""
     whole_keys: bool
-    """Whether the y ranks share the queries, so that each of them gathers all keys and values."""
+    """Whether the y ranks divide the queries of a sequence among themselves. Each of them then gathers all keys and
+    values."""
     attention_again: bool
     """Whether selective recompute repeats the attention core."""
     activation_again: bool
@@ -52,10 +53,11 @@ class Kind:
 
 
 class Event(NamedTuple):
-    """A computation, the start of a collective, or the wait for a collective.
+    """A computation, the start of a collective ("issue"), or the wait for a collective.
 
-    ``batch_part_time`` returns the duration of the event under the name ``what``. ``axis``, ``block``, and ``flight``
-    are set only for collectives. The start of a collective and the wait for it have the same ``flight``.
+    ``what`` names the computation or the collective. ``batch_part_time`` returns its duration under this name.
+    ``axis``, ``block``, and ``flight`` are set only for collectives. The start of a collective and the wait for it have
+    the same ``flight``.
     """
 
     kind: Literal["compute", "issue", "wait"]
@@ -86,14 +88,14 @@ UP, DOWN = Linear("up", "x", True, "y", False), Linear("down", "y", False, "x", 
 
 
 class Recording:
-    """Records the events of consecutive blocks: the events of the forward pass in order, and for each autograd node the
-    events of its backward pass."""
+    """The events of consecutive blocks. ``forward`` lists the events of the forward pass in order. ``backward`` has one
+    list for each autograd node, with the events of the node's backward pass."""
 
     def __init__(self, kind: Kind, blocks: int, again: bool = False) -> None:
-        """Start a recording.
+        """Record the events of ``blocks`` blocks.
 
-        With ``again``, record a recomputation. The recomputation ends as soon as it has computed all tensors that the
-        backward pass reads.
+        With ``again``, record a recomputation of these blocks. The recomputation ends as soon as it has computed all
+        tensors that the backward pass reads.
         """
         self._kind, self._again = kind, again
         self.forward: list[Event] = []
@@ -107,8 +109,9 @@ class Recording:
             yield from self._block((block, part), is_last=block == blocks - 1)
 
     def _block(self, place: tuple[int, int], is_last: bool) -> Steps[None]:
-        """Record the events of one part in one block. Yield at the same points as
-        ``parallel.overlap.batch_parts.BlockInParts.steps``, so that the parts take turns as in training."""
+        """Record the events of one part in one block. ``place`` has the indices of the block and the part. Yield at the
+        same points as ``parallel.overlap.batch_parts.BlockInParts.steps``, so that the parts take turns as in
+        training."""
         kind = self._kind
         waits_for_up = kind.x and not kind.parallel_residual
         self._norm(place, kind.norms_before, "attention", again=kind.norms_again)
@@ -142,7 +145,16 @@ class Recording:
         before_gather: bool = False,
     ) -> Steps[None]:
         """Record the events of one part in a linear layer. Yield at the same points as
-        ``parallel.tensor.linear_steps.linear_steps``, so that the parts take turns as in training."""
+        ``parallel.tensor.linear_steps.linear_steps``, so that the parts take turns as in training.
+
+        Args:
+            place: Indices of the block and the part.
+            layer: The linear layer.
+            ends_early: Whether a recomputation ends before the matmul of this layer.
+            later: Whether the backward pass computes this layer's weight gradient later, in another layer.
+            hides: The layer whose weight gradient is computed while this layer all-gathers its output gradient.
+            before_gather: Whether an all-gather directly follows the sum of this layer's outputs.
+        """
         kind, name = self._kind, layer.name
         reads, writes = (getattr(kind, axis) for axis in (layer.reads, layer.writes))
         from_input, summed = (_issue(name, layer.reads, place, what) for what in ("tokens", "input gradient"))

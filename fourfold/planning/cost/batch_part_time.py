@@ -12,14 +12,16 @@ from fourfold.planning.workload import Workload
 
 
 def batch_part_time(work: Workload, machine: Machine, constants: Constants) -> dict[str, Number]:
-    """Return the seconds of each event (``batch_part_events``), by name. All blocks must be dense.
+    """Return the seconds of each event of ``batch_part_events``, by the event's name (``Event.what``). All blocks must
+    have a dense MLP.
 
-    The name of a layer, such as ``up``, is the key of the layer's matmul in the forward pass. ``up_input_gradient`` and
-    ``up_weight_gradient`` are the matmuls of the layer's backward pass. ``up_x`` is one of the layer's collectives over
-    x. ``half_up`` is the matmul of either gate or up, and ``up_y`` is the sum over y of either gate or up. ``keys_y``
-    is the collective of keys and values if the y ranks share the queries.
+    The name of a layer, such as ``up``, is the name of the layer's matmul in the forward pass. ``up_input_gradient``
+    and ``up_weight_gradient`` are the matmuls of the layer's backward pass. ``up_x`` is one of the layer's collectives
+    over x. The layer ``up`` computes both gate and up. ``half_up`` is the matmul of only one of them, and ``up_y`` is
+    the sum of only one of them over y. ``keys_y`` is the gather of keys and values over y, or the sum of their
+    gradients, if the y ranks divide the queries of a sequence.
 
-    Within a block, every all-gather and every sum over x takes the same time.
+    All collectives of a block over x take the same time.
     """
     part = work.but(micro_batch_size=work.layout.micro_batch_size / work.active_parts)
     model, layout, rates, item = work.model, work.layout, Rates(work, machine, constants), work.step.item_bytes

@@ -32,9 +32,9 @@ from fourfold.planning.workload import CP_METHODS, Workload
 
 
 def kept_by_block(work: Workload, selective: bool) -> Number:
-    """Return the bytes that one block saves for a micro-batch, either without recompute or with selective recompute.
+    """Return the bytes that one block saves for a micro-batch, with ``selective`` recompute or without recompute.
 
-    The layers of ``fourfold.parallel`` make autograd save these tensors:
+    Without recompute, the layers of ``fourfold.parallel`` make autograd save these tensors:
 
     - the inputs of both norms
     - the gathered tokens, once for q, k, and v, and once for gate and up
@@ -62,7 +62,7 @@ def kept_by_block(work: Workload, selective: bool) -> Number:
     exchanged = (layout.cp > 1) & np.equal(layout.cp_method, CP_METHODS.index("ulysses"))
     is_copied = exchanged | copies_heads(work)
     is_apart = (gathers | is_copied) & ~model.has_latents
-    # With an output gate, the kernel's output counts. If it was copied or exchanged, the new tensor counts too.
+    # With an output gate, the kernel's output counts. If that output was copied or exchanged, the copy counts too.
     outputs = np.where(model.output_gate, 1 + is_copied, is_apart)
     core = core + np.where(model.linear == 1, 0, outputs) * p.queries
     # With a parallel residual, the norms of attention and MLP read the same tensor, so it counts once.
@@ -90,7 +90,7 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
     """Return the peak bytes of the MLP's backward pass, not counting the tensors that the forward pass has saved.
 
     Returns:
-        The bytes if weight gradients have the step's dtype, and the bytes if they are in fp32 (replicated weights).
+        The bytes with weight gradients in the step's dtype, and the bytes with fp32 gradients (replicated weights).
     """
     model, layout, step = work.model, work.layout, work.step
     p = tensor_bytes(work)
@@ -103,14 +103,16 @@ def mlp_backward(work: Workload) -> tuple[Number, Number]:
 
 
 class Gradients(NamedTuple):
-    """Bytes of weight gradients in a block's backward pass, in addition to the gradients that exist before it. FSDP2
-    copies the gradients of a unit (such as a block) to a buffer, and keeps this buffer until the next unit's sum.
+    """Bytes of weight gradients in a block's backward pass, in addition to the gradients that exist before this pass.
 
-    - size: bytes per entry of a gradient, until the backward pass of its block ends.
+    FSDP2 sums the gradients of a *unit* of weights together, such as the weights of a block. Before the sum, it copies
+    these gradients to a buffer. It keeps the buffer until it sums the next unit's gradients.
+
+    - size: bytes per entry of the block's gradients, until the block's backward pass ends.
     - before: bytes of the buffer with the previous unit's gradients.
-    - of_block, of_experts: bytes of this buffer per entry of the previous unit, if it is a block or a block's experts.
-    - copied, experts_copied: bytes per entry of a block or its experts while their gradients are summed: the gradients
-      and the copies, minus the weights that FSDP2 has just freed.
+    - of_block, of_experts: bytes per weight entry of this buffer, for a block and for the experts of a block.
+    - copied, experts_copied: bytes per entry of a block, or of its experts, while their gradients are summed. They
+      include the gradients and the copies, minus the weights that FSDP2 has just freed.
     """
 
     size: Number = 0
@@ -126,31 +128,28 @@ NO_GRADIENTS = Gradients()
 
 @dataclass(frozen=True)
 class BlockBytes(ArrayFields):
-    """Bytes of a block's and of the head's activations for one micro-batch. Among the layouts of one search, these
-    bytes depend only on x, y, cp, the context-parallel method, ep, the micro-batch size, the number of batch parts, and
-    whether weight gradients are deferred.
+    """Bytes of the activations of a block and of the head for one micro-batch. Among the layouts of one search, these
+    bytes depend only on the fields of ``fastest.BLOCK_KEY``.
 
     - whole, selective, full: bytes that a block saves for its backward pass if it recomputes nothing, recomputes
       selectively, or recomputes fully.
     - backward, backward_replicated: the two peaks of ``mlp_backward``, or the peaks of the experts' backward pass if
       they are higher.
-    - attention_backward: the result of the function ``attention_backward``.
-    - mlp_again, core_again: tensors that selective recompute computes again, in the MLP (``mlp_made_again``) and inside
-      attention.
+    - attention_backward: the peak of attention's backward pass (the result of the function ``attention_backward``).
+    - mlp_again, core_again: tensors that selective recompute computes again, in the MLP and inside attention.
     - head, head_kept: peak of head and loss, and the tensors that they hold until their backward pass.
     - entries: number of weight entries of the block, without experts.
-    - attention_grads: number of entries, without experts, whose gradients are complete at the peak
-      ``attention_backward``.
-    - at_end: activations at the end of the backward pass, while the gradient of the first norm is computed.
-    - summed_experts: what a block has in memory while the gradients of its experts' weights are summed, not counting
-      these gradients. By then, the tensors that the experts saved are freed, but ``whole`` or ``selective`` still
-      counts them. So they are subtracted here, and the number can be negative.
+    - attention_grads: number of these entries whose gradients exist at the peak ``attention_backward``.
+    - at_end: activations at the end of the block's backward pass, while the gradient of the first norm is computed.
+    - summed_experts: bytes that a block has in memory while the gradients of its experts' weights are summed, not
+      counting these gradients. By then, the tensors that the experts saved are freed, but ``whole`` or ``selective``
+      still counts them. So they are subtracted here, and the number can be negative.
     - shared_grads: number of weight entries of the shared expert.
-    - linear_core: tensors that the core of linear attention saves in a block with full recompute. Other blocks
-      recompute the core on its own, and ``attention_backward`` includes these tensors.
-    - dense: the bytes of blocks with a dense MLP, if some blocks of an MoE model have one.
-    - linear: the bytes of blocks with linear attention, if some blocks have it. The other fields are for blocks with
-      softmax attention.
+    - linear_core: tensors that the core of linear attention saves. A block with full recompute holds them in its entire
+      backward pass. Other blocks hold them only at the peak ``attention_backward``, which includes them.
+    - dense: the fields for blocks with a dense MLP. None unless some blocks of an MoE model have a dense MLP.
+    - linear: the fields for blocks with linear attention. None unless some blocks have linear attention. All fields
+      above are then for blocks with softmax attention.
     """
 
     whole: Number
@@ -173,13 +172,13 @@ class BlockBytes(ArrayFields):
     linear: BlockBytes | None = None
 
     def in_unit(self, work: Workload) -> Number:
-        """Return how many entries' gradients FSDP2 sums together: all except experts that it gathers apart."""
+        """Return the number of weight entries in the block's unit (``Gradients``). Experts can be a separate unit."""
         if not has_experts(work):
             return self.entries
         return self.entries + np.where(has_own_shards(work), 0, _entries_of_experts(work))
 
     def kept(self, work: Workload, layers: Number) -> Number:
-        """Return the bytes that ``layers`` blocks save for a micro-batch."""
+        """Return the bytes that ``layers`` blocks save for the backward pass of a micro-batch."""
         own = self._kept(work, layers)
         if self.linear is None:
             return own
@@ -193,8 +192,8 @@ class BlockBytes(ArrayFields):
         return recomputed * light + (layers - recomputed) * self.whole
 
     def in_backward(self, work: Workload, layers: Number, grads: Gradients = NO_GRADIENTS) -> Number:
-        """Return the peak bytes that the backward pass of one block adds to the saved bytes, if the rank has ``layers``
-        blocks. ``grads`` says how weight gradients are held."""
+        """Return the peak bytes that the backward pass of one block adds to the saved bytes (``kept``). The rank has
+        ``layers`` blocks. ``grads`` has the bytes of weight gradients."""
         own = self._in_backward(work, layers, grads)
         if self.linear is None:
             return own
@@ -223,7 +222,7 @@ class BlockBytes(ArrayFields):
             own, experts = has_own_shards(work), _entries_of_experts(work)
             summed = self.summed_experts + grads.size * self.shared_grads + grads.experts_copied * experts
             in_mlp = np.maximum(in_mlp, np.where(own, summed, -np.inf))
-            # By the time of attention's backward pass, FSDP2 has summed the experts' gradients and freed their weights.
+            # Before attention's backward pass, FSDP2 sums the experts' gradients and frees the experts' weights.
             in_attention = in_attention - np.where(own, work.step.item_bytes * experts, 0)
             before = np.where(own, grads.of_experts * experts, before)
             in_attention = in_attention + np.where(own, 0, grads.size * experts)
@@ -248,7 +247,7 @@ def block_bytes(work: Workload) -> BlockBytes:
 
 
 def _bytes_of_equal_blocks(work: Workload) -> BlockBytes:
-    """Return the bytes of a block. All blocks have the same kind of MLP (dense or experts)."""
+    """Return the bytes of a block for a workload whose blocks all have the same kind of MLP (dense or experts)."""
     if not has_linear(work):
         return _bytes_of_one_kind(work)
     softmax, linear = kinds_of_attention(work)
@@ -279,7 +278,7 @@ def _entries_of_experts(work: Workload) -> Number:
 
 
 def _entries(work: Workload) -> tuple[Number, Number]:
-    """Return the fields ``entries`` and ``attention_grads`` of a block's bytes."""
+    """Return the fields ``entries`` and ``attention_grads`` of ``BlockBytes``."""
     model, ranks = work.model, work.layout.x * work.layout.y
     of_mlp = model.mean_gate_up + model.mean_inner
     hidden = model.hidden_size / ranks
@@ -288,7 +287,7 @@ def _entries(work: Workload) -> tuple[Number, Number]:
 
 
 def _bytes_with_experts(block: BlockBytes, work: Workload) -> BlockBytes:
-    """Return the bytes of a block with experts, in addition to an MLP (the shared expert) or instead of one.
+    """Return the bytes of a block that has experts in addition to an MLP (the shared expert) or instead of an MLP.
 
     The backward pass of a shared expert comes first. It frees the tensors that the shared expert has saved. The
     gradient of the shared expert's input stays in memory until the gradient of the experts' input is added to it.
@@ -327,7 +326,8 @@ def kept_by_prediction(work: Workload) -> Number:
 
 
 def inputs_and_kept_weights(work: Workload, layers: Number, has_embedding: Flag) -> Number:
-    """Return the bytes of the step's inputs and of the weights of ``kept_weights`` on a rank with ``layers`` blocks."""
+    """Return the bytes of the step's inputs, plus the bytes of the weights that a rank with ``layers`` blocks holds
+    between forward and backward pass (``kept_weights``)."""
     (of_block, of_tables), step = kept_weights(work), work.step
     inputs = 16 * work.layout.micro_batch_size * step.seq_length * work.micro_batches
     rotary = 4 * step.seq_length * work.model.head_dim * work.model.rope
@@ -337,11 +337,11 @@ def inputs_and_kept_weights(work: Workload, layers: Number, has_embedding: Flag)
 def kept_and_in_backward(
     work: Workload, layers: Number, block: BlockBytes, grads: Gradients = NO_GRADIENTS
 ) -> tuple[Number, Number]:
-    """Return the bytes that a rank's blocks save for a micro-batch, and the largest number of bytes that the backward
-    pass of one block adds.
+    """Return two numbers of bytes: what a rank's blocks save for a micro-batch, and the most that the backward pass of
+    one block adds.
 
-    In its backward pass, a block's full weights are gathered, and the category "weights" already counts them. So the
-    weights that the block holds before its backward pass (``kept_weights``) are subtracted here.
+    During a block's backward pass, the category "weights" counts all gathered weights of the block. So the weights that
+    the block already holds before this pass (``kept_weights``) are subtracted from the second number.
     """
     if block.dense is None:
         return block.kept(work, layers), block.in_backward(work, layers, grads) - kept_weights(work)[0]

@@ -27,19 +27,22 @@ class BlockTime(ArrayFields):
     """Seconds of one block, or of the head, for one micro-batch. Among the layouts of one search, these seconds depend
     only on the fields of ``fastest.BLOCK_KEY``.
 
-    - forward, backward: computation.
-    - x_forward, x_backward, y_forward, y_backward: communication over x and y, with nothing hidden.
-    - attention_forward, activation_forward, x_again, y_again, norms_again (over y): the parts of the forward pass that
-      selective recompute can repeat.
-    - last_matmul, last_sum: the matmul and its sum over x at the end of the block, which full recompute can skip.
+    - forward, backward: computation in the forward and in the backward pass.
+    - x_forward, x_backward, y_forward, y_backward: communication over x and y, if nothing hides it.
+    - attention_forward, activation_forward: computation of the attention core and of the MLP's activation. Selective
+      recompute can repeat both.
+    - x_again, y_again, norms_again: all-gathers over x, all-gathers over y, and sums over y for norms. Selective
+      recompute can repeat them.
+    - last_matmul, last_sum: the block's last matmul, and the sum of its result over x. Full recompute can skip both.
     - weight_gradients: the part of ``backward`` that computes weight gradients.
-    - hideable_x, hideable_y: the collectives over x and y that can run while weight gradients are computed.
-    - gate_sum, up_matmul: the sum of gate over y, and the matmul that can hide it.
-    - launch_forward, launch_backward: host time to launch kernels, without the experts.
-    - head, head_x, head_y: computation of head and loss in both passes, and their communication over x and over y.
-    - embedding: the embedding in forward and backward.
-    - linear_forward, linear_launch: computation and launches of linear attention's core, which is always recomputed.
-    - experts: the experts' share of the fields above, their exchanges over ep, and their launches.
+    - hideable_x, hideable_y: collectives over x and y that can run while weight gradients are computed.
+    - gate_sum, up_matmul: the sum of gate over y, and the matmul of up, which can hide this sum.
+    - launch_forward, launch_backward: host time to launch kernels, without the kernels of experts.
+    - head, head_x, head_y: computation, communication over x, and communication over y of head and loss, in both
+      passes.
+    - embedding: computation and communication of the embedding, in both passes.
+    - linear_forward, linear_launch: computation and host time of linear attention's core, which is always recomputed.
+    - experts: times of the experts. The fields above include them, except the exchanges over ep and the launches.
     """
 
     forward: Number
@@ -143,8 +146,8 @@ def _time_with_experts(
 ) -> BlockTime:
     """Return the time of a block with experts, either in addition to an MLP (shared expert) or instead of an MLP.
 
-    Recompute also repeats the experts' last matmuls and their sums over x, because the router's gradients read the
-    results.
+    Full recompute also repeats the experts' last matmuls and sums over x, because the gradients of the routing weights
+    read the results.
     """
     model, more = work.model, expert_time(work, machine, constants, rates)
     last = 1 - model.sparse
@@ -168,8 +171,8 @@ def _time_with_experts(
 
 
 def _launches(work: Workload, rates: Rates) -> tuple[Number, Number]:
-    """Return the seconds that the host needs to launch the kernels of the forward and of the backward pass, without the
-    experts."""
+    """Return the seconds that the host needs to launch a block's kernels in the forward and in the backward pass,
+    without the kernels of experts."""
     collectives = 4 * (work.layout.x > 1) + 5 * (work.layout.y > 1)
     plain = np.where(softmax_is_plain(work), attention_core.PLAIN_KERNELS, 0.0)
     fused, third = work.program.fused, work.program.host_operations / 3
@@ -215,7 +218,7 @@ def pointwise_traffic(work: Workload) -> tuple[Number, Number]:
     residual = token * model.hidden_size / (layout.y * np.where(program.split_residual, layout.x, 1))
     heads = token * model.projected / (layout.x * layout.y)
     inner = token * model.mean_inner / layout.x
-    # If x or y splits the layers, biases are added only after the sum.
+    # If x or y splits the layers, biases are added only after the sum over ranks.
     apart = np.where(layout.x * layout.y > 1, 2 * residual, 0)
     biased = np.where(model.attention_bias, heads + np.where(gated, 0, inner + apart), 0)
     both = token * (model.queries + model.keys) / (layout.x * layout.y)
@@ -242,11 +245,11 @@ def _copied(work: Workload) -> tuple[Number, Number]:
     """Return the bytes that fourfold copies in forward and backward, because collectives need another memory layout.
 
     - With x > 1 and several sequences, the tokens of a sequence are not contiguous on a rank, so the inputs and outputs
-      of attention are copied. If the y ranks share sequences or queries, the residual stream is copied before and after
-      attention instead.
+      of attention are copied. If the y ranks divide sequences or queries among themselves, the residual stream is
+      copied before and after attention instead.
     - With y > 1, features are copied into one buffer for one collective.
-    - Batch parts are joined at the end. If each part holds tokens of all sequences, the parts are also joined before
-      attention and split after it.
+    - The outputs of batch parts are joined. If each part holds tokens of all sequences, the parts are also joined
+      before attention and split after it.
     """
     model, layout = work.model, work.layout
     token = work.step.item_bytes * work.tokens
@@ -269,8 +272,8 @@ def _activation(work: Workload, rates: Rates) -> Number:
 
 
 def _over_x(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
-    """Return the seconds of communication over x in the forward pass, and in the backward pass. Also return how many of
-    the backward pass's seconds can overlap with weight gradients."""
+    """Return three numbers of seconds for communication over x: in the forward pass, in the backward pass, and the part
+    of the backward pass that can overlap with the computation of weight gradients."""
     residual = work.step.item_bytes * work.tokens * work.model.hidden_size / work.layout.y
     one = gather_seconds(residual, 1, group)
     gathers = _gathers(work.model) * one
@@ -288,8 +291,8 @@ def _gathers(model: ModelShape) -> Number:
 
 
 def _over_y(work: Workload, group: RankGroup) -> tuple[Number, Number, Number]:
-    """Return the seconds of communication over y in the forward pass, and in the backward pass. Also return how many of
-    the backward pass's seconds can overlap with weight gradients."""
+    """Return three numbers of seconds for communication over y: in the forward pass, in the backward pass, and the part
+    of the backward pass that can overlap with the computation of weight gradients."""
     model, layout = work.model, work.layout
     item = work.step.item_bytes * work.tokens / layout.x
     qkv, queries = model.projected + model.latents, model.values
@@ -312,8 +315,8 @@ def norms_before(model: ModelShape) -> Number:
 
 
 def whole_keys_seconds(work: Workload, group: RankGroup) -> Number:
-    """Return the seconds to gather keys and values over y, or to sum their gradients, if the y ranks share the queries.
-    Return 0 otherwise."""
+    """Return the seconds to gather keys and values over y, or to sum their gradients, if the y ranks divide the queries
+    of a sequence. Return 0 otherwise."""
     split = np.asarray(work.program.is_fourfold, bool) & (attention_over_y(work) == "sequence")
     size = 2 * work.step.item_bytes * work.tokens * work.model.keys / work.layout.x
     return np.where(split, gather_seconds(size, 1, group), 0.0)
@@ -329,9 +332,9 @@ def _gate_sum(work: Workload, group: RankGroup) -> Number:
 def _head(
     work: Workload, rates: Rates, x_group: RankGroup, y_group: RankGroup
 ) -> tuple[Number, Number, Number, Number]:
-    """Return the seconds of head and loss (computation, communication over x, communication over y), and the seconds of
-    the embedding. All of them include the forward and the backward pass. The seconds of the head include the prediction
-    layers' projections and their calls of the head."""
+    """Return four numbers of seconds: computation, communication over x, and communication over y of head and loss, and
+    the total time of the embedding. All of them include the forward and the backward pass. The time of the head
+    includes the prediction layers' projections and their calls of the head."""
     model, layout, step = work.model, work.layout, work.step
     tokens, columns, hidden = work.tokens, model.padded_vocab_size / layout.x, model.hidden_size / layout.y
     matmuls = sum(linear_seconds(tokens, hidden, columns, step.item_bytes, rates, rates.head))

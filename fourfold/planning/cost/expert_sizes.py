@@ -1,5 +1,6 @@
 """Compute the sizes of an MoE layer's experts on one rank: the number of rows, the number of weights, and the bytes of
-activations."""
+activations. A token has one *row* for each expert that it is routed to. The token's output is the sum of its experts'
+outputs, each multiplied by a *routing weight*."""
 
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.workload import Workload
 
 BYTES_OF_A_CHOICE = 44.0
-"""Bytes that are saved per token and chosen expert: three 64-bit indices, and 20 bytes for the router's weights. The
+"""Bytes that are saved per token and chosen expert: three 64-bit indices, and 20 bytes for the routing weight. The
 indices are the expert, an entry of the permutation that sorts the rows, and an entry of the inverse permutation."""
 BYTES_OF_AN_ORDER = 32.0
 """Bytes that are saved per received row to sort rows by expert. The forward and the backward pass each save a
@@ -17,7 +18,7 @@ permutation and its inverse, in 64 bits."""
 
 
 def fuses_gate(work: Workload) -> Flag:
-    """Return whether the MLP does not save the activation of the gate for the backward pass."""
+    """Return whether the MLP does not save silu(gate), the activation of the gate, for the backward pass."""
     fused: Flag = np.asarray(work.program.fused_gate, bool) | np.asarray(work.model.clamps_gate, bool)
     return fused
 
@@ -45,12 +46,13 @@ def kinds_of_blocks(work: Workload) -> tuple[Workload, Workload]:
 
 
 def where_experts(work: Workload, value: Number) -> Number:
-    """Return the value for workloads with experts, and 0 for workloads without experts."""
+    """Return ``value`` for cases with experts, and 0 for cases without experts."""
     return np.where(np.asarray(work.model.num_experts) > 0, value, 0.0)
 
 
 class Rows(NamedTuple):
-    """Rows of one micro-batch. A token has one row for each expert that it is routed to.
+    """Numbers of rows of one micro-batch, and sizes of a rank's experts. A token has one row for each expert that it is
+    routed to.
 
     - sent: number of rows that a rank sends for its own tokens.
     - on_rank: number of rows that the rank's experts compute.
@@ -67,7 +69,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(work: Workload) -> Rows:
-    """Return the rows. ``on_rank`` is for the ep rank with the most tokens (``Step.imbalance``).
+    """Return the numbers of rows on one rank. ``on_rank`` is for the ep rank with the most tokens (``Step.imbalance``).
 
     The capacity factor limits both the rows that a rank sends and the rows that its experts compute.
     """
@@ -81,8 +83,8 @@ def rows_of(work: Workload) -> Rows:
 
 
 def states_of_experts(work: Workload) -> Workload:
-    """Return a workload whose weights are only the experts' weights. With it, the formulas for dense weights give the
-    sizes for the experts.
+    """Return a workload whose weights are only the experts' weights. If a formula for dense weights gets this workload,
+    the formula returns the sizes of the experts.
 
     These formulas split weights over x · y, shard them over z, and replicate them over dp · cp. So the workload's y is
     y · ep, its z is the number of ranks that shard the same experts, and its dp is the number of replicas of each
@@ -111,11 +113,11 @@ def _shards_and_copies(work: Workload) -> tuple[Number, Number]:
 
 def kept_by_experts(work: Workload, selective: bool) -> Number:
     """Return the bytes that router, dispatch, and experts save for the backward pass of a micro-batch, as a mean over
-    all blocks.
+    all blocks. The dispatch sends rows to the experts and back.
 
     In fourfold, the router saves its input and its scores in fp32. The experts save their input rows, gate, up,
     silu(gate), and silu(gate) · up. The dispatch saves the rows that return from the experts, for the gradients of the
-    router's weights. Other frameworks save the router's input in the step's dtype. They apply the router's weights
+    routing weights. Other frameworks save the router's input in the step's dtype. They multiply by the routing weights
     inside the experts, so they do not save the returned rows.
     """
     model, layout, step, program = work.model, work.layout, work.step, work.program
@@ -174,7 +176,7 @@ def backward_of_experts(work: Workload) -> tuple[Number, Number]:
       gate and up. By then, all saved tensors are freed, except the experts' input rows and the router's tensors
 
     Returns:
-        The bytes if weights are sharded over data-parallel ranks, and the bytes if weights are replicated.
+        The bytes if weights are sharded over data-parallel ranks, and the bytes if weights are replicated over them.
     """
     rows, model, layout, item = rows_of(work), work.model, work.layout, work.step.item_bytes
     inner, width = item * rows.on_rank * rows.inner, item * model.hidden_size / layout.y
@@ -187,7 +189,8 @@ def backward_of_experts(work: Workload) -> tuple[Number, Number]:
 
 
 def weights_of_experts(work: Workload) -> Number:
-    """Return how many entries of a block's expert weights a rank gathers."""
+    """Return the number of weight entries of a block's experts that a rank computes with, after it has gathered all
+    shards."""
     model, layout = work.model, work.layout
     every = 3 * model.num_experts * model.hidden_size * model.moe_intermediate_size
     return every / (layout.x * layout.y * layout.ep)

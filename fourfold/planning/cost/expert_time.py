@@ -1,5 +1,6 @@
 """Compute how long router, dispatch, and experts take for one micro-batch, as a mean over all blocks. The tensor axes y
-and usually x (``experts_over_x``) split each expert, and ep splits the experts."""
+and usually x (``experts_over_x``) split each expert. ep divides the experts among its ranks. The dispatch sends tokens
+to the ranks of their experts and back."""
 
 from dataclasses import dataclass
 
@@ -21,11 +22,12 @@ from fourfold.planning.workload import Workload
 class ExpertTime(ArrayFields):
     """Seconds of the experts per block, in the forward and in the backward pass.
 
-    - forward, backward: computation.
-    - x, x_backward, y, y_backward, ep, ep_backward: communication over the axis.
-    - launch, launch_backward: host time to launch kernels.
+    - forward, backward: computation in the forward and in the backward pass.
     - weight_gradients: the part of ``backward`` that computes weight gradients.
     - activation: the part of ``forward`` that selective recompute repeats.
+    - x, y, ep: communication over the axis of the same name in the forward pass.
+    - x_backward, y_backward, ep_backward: communication over the same axes in the backward pass.
+    - launch, launch_backward: host time to launch kernels in the forward and in the backward pass.
     """
 
     forward: Number = 0.0
@@ -43,7 +45,8 @@ class ExpertTime(ArrayFields):
 
 
 def expert_time(work: Workload, machine: Machine, constants: Constants, rates: Rates) -> ExpertTime:
-    """Return the experts' times for each case of ``work``. They are 0 for cases without experts."""
+    """Return the times of a block's experts for each case of ``work``, such as one layout. All times are 0 for cases
+    without experts."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     rows = rows_of(work)
     hidden, item = model.hidden_size / layout.y, step.item_bytes
@@ -83,8 +86,8 @@ def expert_time(work: Workload, machine: Machine, constants: Constants, rates: R
 
 
 def _matmuls(work: Workload, rows: Rows, rates: Rates) -> tuple[Number, Number, Number]:
-    """Return the seconds of the forward pass, the input gradients, and the weight gradients, for the router in fp32 and
-    the experts as grouped matmuls."""
+    """Return the seconds of the matmuls of router and experts: in the forward pass, for the input gradients, and for
+    the weight gradients. The router computes in fp32. The experts run as grouped matmuls."""
     model, layout, step = work.model, work.layout, work.step
     hidden = model.hidden_size / layout.y
     router = linear_seconds(work.tokens / layout.x, hidden, model.num_experts, 4.0, rates, rates.router)
@@ -113,8 +116,8 @@ def _moved(work: Workload, rows: Rows) -> tuple[Number, Number, Number]:
 def _over_y(work: Workload, rows: Rows, group: RankGroup) -> tuple[Number, Number]:
     """Return the seconds of the sums over y in the forward and in the backward pass.
 
-    The forward pass sums the router's scores, gate, and up. The backward pass sums the gradients of the router's
-    weights and of the down projection's input.
+    The forward pass sums the router's scores, gate, and up. The backward pass sums the gradients of the routing weights
+    (the factors of the experts' outputs) and the gradients of the down projection's input.
     """
     model, layout, item = work.model, work.layout, work.step.item_bytes
     inner = item * rows.on_rank * rows.inner

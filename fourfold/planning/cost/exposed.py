@@ -1,4 +1,4 @@
-"""Compute, for each axis, the seconds of communication that computation does not hide."""
+"""Compute, for each axis, the seconds of communication that computation does not hide. Such seconds are *exposed*."""
 
 import numpy as np
 
@@ -17,8 +17,8 @@ from fourfold.planning.workload import CP_METHODS, Workload
 def hidden(communication: Number, computation: Number, exposed: Number) -> Number:
     """Return the seconds of ``communication`` that concurrent ``computation`` hides.
 
-    At best, the computation hides as many seconds as it takes itself, or all communication if the communication is
-    shorter. The fraction ``exposed`` of these seconds stays exposed.
+    Each second of computation could hide one second of communication. But the fraction ``exposed`` of the seconds that
+    could be hidden is not hidden.
     """
     return (1 - exposed) * np.minimum(communication, computation)
 
@@ -29,8 +29,8 @@ def forwards_again(work: Workload) -> Number:
 
 
 def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> tuple[Number, Number]:
-    """Return the exposed seconds of one block's tensor-parallel collectives, including the collectives that recompute
-    repeats."""
+    """Return the exposed seconds of one block's collectives over the tensor axes: first over x, then over y. They
+    include the collectives that recompute repeats."""
     layout, program, exposed = work.layout, work.program, constants.exposed
     again = forwards_again(work)
     gathers = np.where((layout.recompute == 1) & program.recomputes_gathers, layout.recomputing, 0.0)
@@ -38,7 +38,8 @@ def exposed_x_and_y(work: Workload, machine: Machine, constants: Constants, bloc
     x = block.x_forward + again * x_whole + gathers * block.x_again + block.x_backward
     norms = np.where((layout.recompute == 1) & program.recomputes_norms, layout.recomputing, 0.0)
     y = block.y_forward * (1 + again) + gathers * block.y_again + norms * block.norms_again + block.y_backward
-    # If weight gradients are deferred, they are computed after the collectives of their block, and cannot hide them.
+    # If weight gradients are deferred, they are computed after the collectives of their block, so they cannot hide
+    # these collectives.
     overlap = np.asarray(program.overlap_x, bool) & ~layout.split_backward
     hideable_x, hideable_y = block.hideable_x + gathers * block.x_again, block.hideable_y + gathers * block.y_again
     hidden_x = np.where(overlap, hidden(hideable_x, block.weight_gradients / 2, exposed), 0.0)
@@ -60,10 +61,10 @@ def exposed_cp(work: Workload, machine: Machine, constants: Constants, block: Bl
     """Return the exposed seconds of communication over cp in one block, in forward and backward.
 
     The ranks use one of three methods (``CP_METHODS``). With "gathered", the ranks gather keys and values, and scatter
-    the gradients. With a ring, the ranks pass keys and values around the ring, and later pass the gradients in fp32.
-    Attention hides the transfers of these two methods. With Ulysses, one all-to-all before attention gives each rank
-    all tokens of some heads, and another one returns the outputs. No computation hides these two exchanges. Linear
-    attention always uses Ulysses, and repeats both exchanges in its recomputation.
+    the gradients. With a ring, the ranks pass keys and values around the ring, and in the backward pass also their
+    gradients in fp32. Attention hides the transfers of these two methods. With Ulysses, one all-to-all before attention
+    gives each rank all tokens of some heads, and another one returns the outputs. No computation hides these two
+    exchanges. Linear attention always uses Ulysses, and repeats both exchanges in its recomputation.
     """
     if not has_linear(work):
         return _cp_of_softmax(work, machine, constants, block)
@@ -92,8 +93,8 @@ def _cp_of_softmax(work: Workload, machine: Machine, constants: Constants, block
     sending = gather_seconds((forwards + home) * pair, forwards + 1, group)
     passed = sending - hidden(sending, block.attention_forward * 2, constants.exposed)
     one = step.item_bytes * token / layout.cp
-    # If only the attention core is recomputed, its output is not exchanged again. The backward pass does not read the
-    # exchanged output.
+    # If only the attention core is recomputed, its output is not exchanged again, because the backward pass does not
+    # read the exchanged output.
     returns = 2 + np.where(layout.recompute == 2, layout.recomputing, 0.0)
     heads = forwards * (model.queries + 2 * model.keys) + returns * model.queries
     exchanged = gather_seconds(one * heads, forwards + returns, group)

@@ -1,5 +1,6 @@
-"""Compute the exposed communication of blocks whose batch parts take turns. This module replays the events of the
-blocks, as ``fourfold trace`` does.
+"""Compute the exposed communication of blocks whose batch parts take turns. *Batch parts* are parts of a micro-batch.
+*Exposed* communication is not hidden by computation. This module replays the events of the blocks, as ``fourfold
+trace`` does.
 
 The order of the events does not depend on how long they take. So the order is recorded once per kind of block
 (``batch_part_events``), and then timed for many layouts together.
@@ -29,15 +30,15 @@ KEY = (
 def waits(
     events: Sequence[Event], shares: Sequence[Number], times: Mapping[str, Number], slowed: Number
 ) -> dict[str, Number]:
-    """Return, for each axis, how many seconds per block a step waits for collectives over this axis, as a mean over the
-    blocks. The module ``verification.exposure`` does the same for a trace.
+    """Return how many seconds a block waits for collectives over x and over y, by the name of the axis. The seconds are
+    a mean over all blocks. The module ``verification.exposure`` does the same for a trace.
 
     Collectives over the same axis run one after another. Collectives over different axes run concurrently.
 
     Args:
-        events: The events of the blocks.
-        shares: The fraction of all blocks that each of these blocks represents.
-        times: Seconds of the events, by their ``what``.
+        events: The events of one or several blocks, in the order of execution.
+        shares: For each of these blocks, the fraction of the model's blocks that it represents.
+        times: Seconds of each event, by ``Event.what``.
         slowed: How much a hidden collective slows down the computation that hides it, as a fraction of the hidden
             seconds.
     """
@@ -64,7 +65,7 @@ def waits(
 
 
 def exposed_batch_parts(work: Workload, machine: Machine, constants: Constants) -> tuple[Number, Number]:
-    """Return the exposed seconds of one block's collectives over x and over y. They are 0 for cases without batch
+    """Return the exposed seconds of one block's collectives over x and over y. Both are 0 for cases without batch
     parts."""
     if not np.any(work.active_parts > 1):
         return 0.0, 0.0
@@ -119,7 +120,7 @@ def _of_kinds(work: Workload, parts_cross_blocks: Flag, machine: Machine, consta
 
 
 def _kinds_of(work: Workload, parts_cross_blocks: Flag) -> Iterator[tuple[Kind, np.ndarray]]:
-    """Yield every kind of block and the indices of the cases that have it."""
+    """Yield every kind of block, each with the indices of the cases that have blocks of this kind."""
     model, layout, program = work.model, work.layout, work.program
     columns = {
         "batch_parts": work.active_parts,

@@ -1,4 +1,5 @@
-"""Compute the bytes of weights on a rank that are gathered, or kept between forward and backward pass."""
+"""Compute the bytes of the gathered weights on a rank, and of the weights that it keeps between forward and
+backward."""
 
 from typing import NamedTuple
 
@@ -17,12 +18,13 @@ from fourfold.planning.workload import Workload
 
 
 class Tables(NamedTuple):
-    """Number of weight entries of embeddings and head on a rank.
+    """Numbers of weight entries of the *tables* on a rank. The tables are the embeddings and the head.
 
-    - embedding, positions, head: the token embedding, the position embedding, and the head. 0 if the rank does not have
-      it.
-    - own_head: the head, or 0 if it shares the embedding's weight.
-    - for_predictions: the projections of the prediction layers, and the last rank's copy of the embedding for them.
+    - embedding, positions, head: entries of the token embedding, of the position embedding, and of the head. 0 if the
+      rank does not have this table.
+    - own_head: entries of the head, or 0 if the head shares the weight of the rank's embedding.
+    - for_predictions: entries of the prediction layers' projections, and of the last rank's copy of the embedding for
+      these layers.
     - is_first, is_last: whether the rank has the embedding, and whether it has the head.
     """
 
@@ -36,12 +38,12 @@ class Tables(NamedTuple):
 
     @property
     def every(self) -> Number:
-        """Return the number of all entries. A weight that embedding and head share counts once."""
+        """Return the number of entries of all tables. A weight that embedding and head share counts once."""
         return self.embedding + self.positions + self.own_head + self.for_predictions
 
 
 def tables_of(work: Workload, rank: Number) -> Tables:
-    """Return the tables of a pipeline rank."""
+    """Return the numbers of weight entries in the tables of a pipeline rank."""
     model, layout = work.model, work.layout
     first, last = np.equal(rank, 0), np.equal(rank, layout.pp - 1)
     last = np.where(layout.v_shaped & (layout.pp > 1), first, last)
@@ -74,7 +76,8 @@ def is_resharded(work: Workload) -> Flag:
 
 
 def is_freed_after_use(work: Workload) -> Flag:
-    """Return whether the framework gathers weights, and frees them after their forward pass."""
+    """Return whether gathered weights are freed after their forward pass, and the framework does not store 16-bit
+    weights (``Program.half_weights``)."""
     freed: Flag = is_resharded(work) & ~np.asarray(work.program.half_weights, bool)
     return freed
 
@@ -100,11 +103,13 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
 class GatheredWeights(NamedTuple):
     """Bytes of gathered weights or of 16-bit copies on a rank.
 
-    - in_block, in_second, in_first: in the backward pass of most blocks, and of the rank's second and first block.
-    - in_head, in_later_heads: in the head, for the first micro-batch and for later micro-batches. If weights are
-      gathered once per step, the buffer of the last all-gather is still in memory during the first micro-batch.
-    - after_head: while the gradients of the head are summed.
-    - at_end: after the backward pass of the first block.
+    - in_block: bytes in the backward pass of most blocks.
+    - in_second, in_first: bytes in the backward pass of the rank's second block, and of the rank's first block.
+    - in_head, in_later_heads: bytes while the head runs, for the first micro-batch and for later micro-batches. If
+      weights are gathered once per step, the buffer of the last all-gather is still in memory during the first
+      micro-batch.
+    - after_head: bytes while the gradients of the head are summed.
+    - at_end: bytes after the backward pass of the rank's first block.
     """
 
     in_block: Number
@@ -201,8 +206,8 @@ def _copy_bytes(work: Workload) -> Number:
 
 
 def _bytes_of_block(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes of a block's gathered weights that are freed after use, and of the weights that are kept until
-    the step ends."""
+    """Return two numbers of bytes for one block: gathered weights that are freed after use, and weights that are kept
+    until the step ends."""
     is_freed = is_freed_after_use(work)
     size = _copy_bytes(work) * work.block_weights / (work.layout.x * work.layout.y)
     freed, kept = np.where(is_freed, size, 0), np.where(is_freed, 0, size)

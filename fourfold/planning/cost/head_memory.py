@@ -8,8 +8,8 @@ from fourfold.planning.workload import Workload
 
 
 def head_bytes(work: Workload) -> Number:
-    """Return the peak bytes of head and loss: the hidden states of the tokens and their gradient, the weight's gradient
-    in fp32, and one chunk of logits."""
+    """Return the peak bytes of head and loss: the hidden states of the tokens, the gradient of the hidden states, the
+    fp32 gradient of the head's weight, and the logits of one chunk of tokens."""
     model, layout, step, program = work.model, work.layout, work.step, work.program
     p = tensor_bytes(work)
     columns = model.padded_vocab_size / layout.x
@@ -36,14 +36,14 @@ def head_bytes(work: Workload) -> Number:
     second = rows * (step.item_bytes + 4 / layout.y) + then * (step.item_bytes + summed)
     second = columns * np.where(is_ours, (rows + then) * in_place, second)
     tokens = p.residual + np.where(layout.x > 1, p.residual, 0) + p.statistics + 2 * p.gathered
-    # If the matmul adds its result directly to the summed gradients, there is no fp32 gradient apart from them.
+    # If the matmul adds its result directly to the summed gradients, there is no separate fp32 gradient.
     gradient = np.where(program.fuses_accumulation, 0, 4 * weights)
     return tokens + np.maximum(first, np.where(then > 0, second, 0)) + gradient
 
 
 def head_kept_bytes(work: Workload) -> Number:
-    """Return the bytes that head and loss hold until their backward pass: the hidden states of the tokens and their
-    gradient, and the weight's gradient."""
+    """Return the bytes that head and loss hold until their backward pass: the hidden states of the tokens, the gradient
+    of the hidden states, and the gradient of the head's weight."""
     model, layout = work.model, work.layout
     p = tensor_bytes(work)
     weight = work.step.item_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y)

@@ -1,5 +1,9 @@
-"""Compute the sizes and the time of linear attention. Split a hybrid model into its two kinds of blocks: blocks with
-softmax attention and blocks with linear attention."""
+"""Compute the memory and the time of linear attention. Split a hybrid model into its two kinds of blocks: blocks with
+softmax attention and blocks with linear attention.
+
+The *core* of linear attention is everything between its input and output projections. It processes each sequence in
+chunks of ``LINEAR_CHUNK`` tokens.
+"""
 
 from typing import NamedTuple
 
@@ -17,7 +21,8 @@ def has_linear(work: Workload) -> bool:
 
 
 def mean_of_kinds(work: Workload, softmax: Number, linear: Number) -> Number:
-    """Return the mean over all blocks of a quantity, given its values in the two kinds of blocks."""
+    """Return the mean of a quantity over all blocks, given its value in blocks with softmax attention and its value in
+    blocks with linear attention."""
     return (1 - work.model.linear) * softmax + work.model.linear * linear
 
 
@@ -26,7 +31,7 @@ def kinds_of_attention(work: Workload) -> tuple[Workload, Workload]:
     attention.
 
     In the second workload, the field ``queries`` is the width of the values, because the output gate of linear
-    attention is as wide as its values. The number of heads stays the same, because the y ranks share both kinds of
+    attention is as wide as its values. The number of heads stays the same, because the y ranks divide both kinds of
     attention in the same way.
     """
     model = work.model
@@ -49,19 +54,19 @@ class PerToken(NamedTuple):
     """
 
     keys: float
-    """Per channel of all key heads."""
+    """The quantity per channel of the keys of all heads."""
     queries_of_heads: float
-    """Per channel of the queries, after each query head is repeated for all value heads that share it."""
+    """The quantity per channel of the queries, after each query head is repeated for all value heads that share it."""
     values: float
-    """Per channel of all value heads."""
+    """The quantity per channel of the values of all heads."""
     pairs: float
-    """Per pair of the token and a token of its chunk, for each value head."""
+    """The quantity per value head and pair of tokens. A pair is a token and any token of its chunk."""
     states: float
-    """Per entry of a chunk's states. All tokens of the chunk share these entries, so the number per token is the number
-    of entries divided by the tokens of a chunk."""
+    """The quantity per entry of a chunk's states. All tokens of the chunk share these entries, so the number of entries
+    per token is the number of entries divided by the tokens of a chunk."""
 
     def of(self, work: Workload) -> Number:
-        """Return the quantity for a rank's share of a micro-batch."""
+        """Return the quantity for one block and for a rank's share of a micro-batch."""
         model, layout = work.model, work.layout
         heads = model.linear_num_value_heads
         one = (
@@ -75,8 +80,8 @@ class PerToken(NamedTuple):
 
 
 SAVED = PerToken(48.0, 40.0, 52.0, 24.6, 4.0)
-"""Bytes that the core saves for its backward pass, in fp32. The core is always recomputed, so only one block has them
-at a time."""
+"""Bytes that the core saves for its backward pass, in fp32. The core is always recomputed, so only one block has these
+bytes in memory at a time."""
 COPIES = PerToken(0.0, 0.0, 2.0, 0.0, 0.0)
 """Bytes that the core saves in addition if the step computes in 16 bits: two tensors as wide as the values."""
 GRADIENTS = PerToken(0.0, 0.0, 12.0, 0.0, 0.0)
@@ -85,8 +90,9 @@ MOVED, MOVED_BACKWARD = PerToken(308.0, 172.0, 306.0, 87.0, 41.0), PerToken(595.
 """Bytes that the operations of the core read and write in forward and backward. These numbers and the numbers above are
 counted from the operations that ``models.delta_net`` runs in bf16, with four taps per convolution."""
 KERNELS, KERNELS_BACKWARD = 154.0, 222.0
-"""Number of operations in forward and backward, without the operations that run once per chunk."""
+"""Number of operations of the core in forward and backward, without the operations that run once per chunk."""
 KERNELS_OF_A_CHUNK, KERNELS_OF_A_CHUNK_BACKWARD = 12.0, 15.0
+"""Number of operations that run once per chunk, in forward and backward."""
 
 
 def saved_by_core(work: Workload) -> Number:

@@ -21,17 +21,20 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "weights", "activations", "logits", "reserve")
-"""Categories of a rank's memory. All of them are counted at the same moment, when the most memory is in use.
+"""Categories of a rank's memory. All categories are counted at the moment when the most memory is in use.
 
-- gradients: 0 if that moment is before the backward pass of a step with one micro-batch.
-- weights: gathered weights, or 16-bit copies.
-- logits: how much the head and the loss raise the peak above the activations.
+- parameters: stored weights.
+- gradients: gradients of weights. 0 if memory peaks before the step's first gradient exists.
+- optimizer: optimizer states. If memory peaks in the optimizer step, also what this step adds to the peak.
+- weights: gathered weights, or 16-bit copies of weights.
+- activations: what the forward passes saved, and what the current operation needs.
+- logits: how much the head and the loss raise the peak above the activations. 0 if memory peaks elsewhere.
 - reserve: the runtime, communication buffers, and unused memory that the allocator holds.
 """
 
 
 def stage_memory(work: Workload, machine: Machine, rank: int) -> dict[str, Number]:
-    """Return the peak bytes on one device of a pipeline rank (the first is 0), by ``CATEGORIES``."""
+    """Return the peak bytes on one device of pipeline rank ``rank`` (numbered from 0), by category (``CATEGORIES``)."""
     parameters, optimizer, moments = _held(work, rank, blocks_of(work)[rank], block_bytes(work))
     peak = max((*moments.in_head, *moments.elsewhere), key=lambda moment: float(moment.total))
     activations = peak.activations
@@ -49,8 +52,8 @@ def _reserve(work: Workload, machine: Machine, allocated: Number) -> Number:
 
 
 def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
-    """Return a copy of the workload for one pipeline rank. Its fraction of blocks with experts and its fraction of
-    blocks with linear attention are the rank's own fractions."""
+    """Return a copy of the workload for a pipeline rank that has the given blocks. In the copy, the fraction of blocks
+    with experts and the fraction of blocks with linear attention are the fractions on this rank."""
     if block.linear is not None:
         work = work.but(linear=blocks.linear / blocks.number, after_linear=blocks.after_linear)
     if block.dense is None:
@@ -59,7 +62,8 @@ def _with_blocks(work: Workload, blocks: Blocks, block: BlockBytes) -> Workload:
 
 
 def _held(work: Workload, rank: Number, blocks: Blocks, block: BlockBytes) -> tuple[Number, Number, PeakMoments]:
-    """Return the bytes of parameters, the bytes of optimizer states, and the moments at which memory may peak."""
+    """Return three values for one pipeline rank: the bytes of parameters, the bytes of optimizer states, and the
+    moments at which memory may peak."""
     layers, work = blocks.number, _with_blocks(work, blocks, block)
     tables, ranks = tables_of(work, rank), work.layout.x * work.layout.y
     states = _states(work, layers, ranks * tables.every)
@@ -74,11 +78,11 @@ def _held(work: Workload, rank: Number, blocks: Blocks, block: BlockBytes) -> tu
 
 
 def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...]:
-    """Return five numbers of bytes: parameters, gradients between two backward passes, gradients in the optimizer step,
-    optimizer states, and copies of gradients that the optimizer makes.
+    """Return five numbers of bytes on a rank: parameters, gradients between two backward passes, gradients in the
+    optimizer step, optimizer states, and copies of gradients that the optimizer makes.
 
-    The numbers cover all weights except experts. The rank has ``layers`` blocks. ``tables`` is the number of
-    weight entries in the rank's embedding and head, before x and y split them.
+    The numbers cover all weights except experts. The rank has ``layers`` blocks. ``tables`` is the number of weight
+    entries in the rank's embedding and head, before x and y split these weights.
     """
     layout, step, program = work.layout, work.step, work.program
     entries = (layers * work.block_weights + tables) / (layout.x * layout.y)
@@ -92,7 +96,7 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
     )
     gradient, complete = gradient_bytes(work)
     single = entries_without_second_moment(work, layers, tables) / (layout.x * layout.y)
-    # Frameworks with 16-bit weights also keep the weights in the optimizer's dtype, if it is larger.
+    # Frameworks that store 16-bit weights also store the weights in the optimizer's dtype, if this dtype is larger.
     master = np.where(program.half_weights & (step.weight_bytes > item), step.weight_bytes * entries, 0)
     optimizer = master + step.moment_bytes * (2 * entries - single)
     optimizer = (optimizer + np.where(step.averaged, AVERAGE_BYTES * entries, 0)) / shards
@@ -101,18 +105,18 @@ def _states(work: Workload, layers: Number, tables: Number) -> tuple[Number, ...
 
 
 def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = None) -> Number:
-    """Return the peak bytes of the rank that needs the most memory. The first rank of a pipeline holds the most
-    micro-batches, and the last rank has the head. A rank between them can have more blocks or more experts."""
+    """Return the peak bytes of the pipeline rank that needs the most memory. This can be any rank: the first rank holds
+    the most micro-batches, the last rank has the head, and a rank between them can have more blocks or more experts."""
     layout = work.layout
     block = block_bytes(work) if block is None else block
-    # The run file sets the number of layers of each stage, so any rank may need the most memory.
+    # If the run file sets the number of layers of each stage, compute the memory of all ranks.
     if layout.layers_per_stage is not None:
         return _fullest(work, machine, block, *enumerate(blocks_of(work)))
     split = split_of(work)
     peak = _fullest(work, machine, block, (0, split.first), (layout.pp - 1, split.last))
     for place, blocks in split.between:
         has_one = np.broadcast_to(np.greater(place, 0), np.shape(peak))
-        # Few layouts have such a rank, so compute the memory only for these layouts.
+        # Few layouts have a rank in this entry of ``between``, so compute the memory only for these layouts.
         index = np.flatnonzero(has_one)
         rank, *numbers = (np.broadcast_to(part, has_one.shape).reshape(-1)[index] for part in (place, *blocks))
         between = _fullest(work.take(index), machine.take(index), block.take(index), (rank, Blocks(*numbers)))
@@ -122,7 +126,8 @@ def peak_memory(work: Workload, machine: Machine, block: BlockBytes | None = Non
 
 
 def _fullest(work: Workload, machine: Machine, block: BlockBytes, *places: tuple[Number, Blocks]) -> Number:
-    """Return the largest peak bytes among some pipeline ranks. Each place is a rank and its blocks."""
+    """Return the largest peak bytes among some pipeline ranks. Each of ``places`` is a rank's number and the rank's
+    blocks."""
     fullest: Number = np.max(
         [np.broadcast_arrays(_peak(work, machine, *place, block), work.layout.pp)[0] for place in places], 0
     )

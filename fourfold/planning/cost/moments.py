@@ -68,8 +68,10 @@ class PeakMoments(NamedTuple):
 
 
 def gradient_bytes(work: Workload) -> tuple[Number, Number]:
-    """Return the bytes of gradients between two backward passes, and in the optimizer step. Both numbers are per entry
-    of a rank's tile, which is the part of a weight that the rank has if only x and y split the weight."""
+    """Return the bytes of gradients per entry of a rank's tile: between two backward passes, and in the optimizer step.
+
+    A *tile* is the part of a weight that one rank computes with. x and y split a weight into tiles.
+    """
     layout, step, program = work.layout, work.step, work.program
     shards = layout.shards
     whole = np.where(program.gradient_bytes > 0, program.gradient_bytes, step.reduce_bytes)
@@ -84,16 +86,19 @@ def gradient_bytes(work: Workload) -> tuple[Number, Number]:
 
 
 class RankMemory(NamedTuple):
-    """The inputs of all moments of a pipeline rank. ``tables`` counts weight entries. All other sizes are bytes.
+    """The inputs from which all moments of a pipeline rank are computed. Sizes are in bytes.
 
-    - work, layers, block, tables: the workload with the kinds of blocks that the rank has, the number and the bytes of
-      these blocks, and the rank's tables.
-    - kept, fixed: activations of one micro-batch, and tensors that stay in memory during the step.
-    - flying: number of micro-batches in flight.
-    - gradients, each: all gradients between two backward passes, and the bytes of each entry.
+    - work: the workload, with the kinds of blocks that the rank has.
+    - layers, block: number of blocks on the rank, and the bytes of each block.
+    - tables: numbers of weight entries in the rank's embeddings and head.
+    - kept: activations that the rank saves for one micro-batch.
+    - fixed: tensors that stay in memory during the whole step.
+    - flying: number of micro-batches whose activations are in memory at the same time.
+    - gradients: all gradients that the rank holds between two backward passes.
+    - each: bytes per entry of these gradients.
     - is_first: whether memory peaks in the first backward pass, when no gradients exist yet.
     - earlier, begun: gradients and activations at the beginning of the backward pass that has the memory peak.
-    - late: whether gradients are summed only in the step's last backward pass.
+    - late: whether gradients are summed over ranks only in the step's last backward pass.
     - sums: bytes of weight gradients during the backward pass of the rank's last block.
     """
 
@@ -122,16 +127,16 @@ def moments_of(
     gradients: tuple[Number, Number],
     copied: Number,
 ) -> PeakMoments:
-    """Return the moments of a rank with ``layers`` blocks.
+    """Return the moments at which the memory of a rank may peak.
 
     Args:
         work: The workload, with the kinds of blocks that the rank has.
         rank: The pipeline rank.
         layers: Number of blocks on the rank.
         block: The bytes of a block.
-        tables: The rank's tables, in entries on the rank.
-        gradients: Bytes of all gradients, between two backward passes and in the optimizer step.
-        copied: Bytes of the copies that the optimizer makes.
+        tables: Numbers of weight entries in the rank's embeddings and head.
+        gradients: Two numbers of bytes: all gradients between two backward passes, and in the optimizer step.
+        copied: Bytes of the copies that the optimizer step makes.
     """
     held, complete = (np.where(work.program.offloads_optimizer, 0, size) for size in gradients)
     block = _with_predictions(work, block, tables)
@@ -184,7 +189,7 @@ def _memory_of(
     is_full = np.greater_equal(flying, work.micro_batches) & ~np.asarray(work.program.half_weights, bool)
     is_next = is_full & (flying > 1) & (gradients > kept)
     is_first = is_full & ~is_next
-    # In an interleaved pipeline with one round of micro-batches, only the last stage has gradients at the peak.
+    # In an interleaved pipeline with one round of micro-batches, only the rank's last stage has gradients at the peak.
     is_round = layout.in_rounds & (work.micro_batches < 2 * layout.pp) & ~is_full
     of_last = each * tables.own_head
     of_last = of_last + (gradients - of_last - each * tables.embedding) / layout.stages_per_rank
@@ -197,14 +202,15 @@ def _memory_of(
 
 
 def _in_head(memory: RankMemory, weights: GatheredWeights) -> list[Moment]:
-    """Return the moments of the head: its forward pass, its backward pass, and the sum of its gradients."""
+    """Return the moments of the head: the first forward pass, a later forward pass, the backward pass, and the sum of
+    its gradients over ranks."""
     work, block, tables, begun = memory.work, memory.block, memory.tables, memory.begun
     item, impossible = work.step.item_bytes, np.where(tables.is_last, 0, -np.inf)
     # If all forward passes come first, there are no gradients in the head's forward passes.
     is_before = work.layout.forwards_first & (memory.flying >= work.micro_batches)
     saved = np.where(is_before, memory.fixed + memory.flying * memory.kept, begun)
     in_backward = weights.after_head + np.where(is_freed_after_use(work), item * tables.own_head, 0)
-    # The gradient of this micro-batch, unless the matmul adds it directly to the summed gradients.
+    # The head's gradient for this micro-batch, unless the matmul adds it directly to the summed gradients.
     gradient = np.where(work.program.fuses_accumulation, 0, item * tables.head)
     backward = block.head_kept + block.full + gradient
     return [
@@ -249,8 +255,8 @@ def _in_blocks(memory: RankMemory, weights: GatheredWeights) -> list[Moment]:
 
 
 def _in_embedding(memory: RankMemory, weights: Number) -> list[Moment]:
-    """Return the moments of the embedding: its backward pass, and the sum of its gradients. ``weights`` are the bytes
-    of gathered weights."""
+    """Return two moments of the embedding: its backward pass, and the sum of its gradients over ranks. ``weights`` is
+    the bytes of gathered weights."""
     layout, tied, sums = memory.work.layout, 2 * _tied_gradient(memory), memory.sums
     entries, of_table = memory.tables.embedding, memory.each * memory.tables.embedding
     # Both parts of a tied gradient and their sum are in memory. Later, a replicated gradient is cast. Count the larger
@@ -272,8 +278,8 @@ def _in_embedding(memory: RankMemory, weights: Number) -> list[Moment]:
 
 
 def _sum_of_gradients(memory: RankMemory, weights: Number, added: Number) -> Moment:
-    """Return the moment when a unit's gradients are summed. Late sums run only in the backward pass of the last
-    micro-batch."""
+    """Return the moment when a unit's gradients are summed over ranks. ``weights`` is the bytes of gathered weights,
+    and ``added`` is the bytes that the sum adds. Late sums run only in the backward pass of the last micro-batch."""
     begun = np.where(memory.late, memory.fixed + memory.kept, memory.begun)
     return Moment(np.where(memory.late, memory.gradients, memory.earlier), weights, begun + added)
 
@@ -301,8 +307,8 @@ def _copied_of_table(memory: RankMemory) -> Number:
 
 
 def _first_blocks(work: Workload, layers: Number, block: BlockBytes, sums: Gradients) -> tuple[Number, Number, Number]:
-    """Return the bytes of activations in the backward pass of the rank's first block and of its second block, and the
-    bytes of a block's gradients afterwards."""
+    """Return three numbers of bytes: activations in the backward pass of the rank's first block, activations in the
+    backward pass of its second block, and the gradients of one block after its backward pass."""
     first = first_block(work)
     before = np.where(np.greater(layers, 1), sums.of_block * block.in_unit(last_block(work)), sums.before)
     kept, in_backward = kept_and_in_backward(first, 1, block, sums._replace(before=before))
@@ -315,10 +321,10 @@ def _first_blocks(work: Workload, layers: Number, block: BlockBytes, sums: Gradi
 
 
 def _sums(work: Workload, layers: Number, block: BlockBytes, tables: Tables, is_first: Flag) -> tuple[Flag, Gradients]:
-    """Return whether gradients are summed only in the step's last backward pass, and the bytes of weight gradients
-    during the backward pass of the rank's last block.
+    """Return whether gradients are summed over ranks only in the step's last backward pass, and the bytes of weight
+    gradients during the backward pass of the rank's last block.
 
-    ``is_first`` says whether no gradients exist before this backward pass.
+    ``is_first`` says whether this is the step's first backward pass, before which no gradients exist.
     """
     layout, item, reduced = work.layout, work.step.item_bytes, work.step.reduce_bytes
     several = np.asarray(work.micro_batches > 1)

@@ -1,5 +1,5 @@
-"""Compute the time of the optimizer step, the memory that it needs in addition to the states, and the size of a
-checkpoint.
+"""Compute the time of the optimizer step, the memory that this step needs in addition to the optimizer states, and the
+size of a checkpoint.
 
 Muon distributes matrices over the ranks of a pipeline stage, and each rank orthogonalizes full matrices
 (``training.owned_matrices``).
@@ -20,7 +20,7 @@ from fourfold.planning.model_shape import ModelShape
 from fourfold.planning.workload import OPTIMIZERS, Workload
 
 STEPS = 5
-"""Number of Newton-Schulz iterations."""
+"""Number of Newton-Schulz iterations that Muon runs to orthogonalize a matrix."""
 
 MOVED_BYTES = {"adamw": 34.0, "muon": 68.0, "lion": 78.0}
 """Bytes that the optimizer step moves through memory per weight entry.
@@ -31,7 +31,7 @@ writes a weight, its moment, its gradient, or its update.
 """
 
 AVERAGE_BYTES = 4
-"""Bytes per weight entry of the moving average."""
+"""Bytes per entry of the moving average of the weights."""
 
 
 class Matrices(NamedTuple):
@@ -55,15 +55,16 @@ class Matrices(NamedTuple):
 
 
 def is_named(work: Workload, name: str) -> Flag:
-    """Return whether the optimizer has this name."""
+    """Return whether the step's optimizer has this name."""
     return np.equal(work.step.optimizer, OPTIMIZERS.index(name))
 
 
 def entries_without_second_moment(work: Workload, blocks: Number, rest: Number) -> Number:
-    """Return the number of weight entries for which the optimizer stores one moment, instead of AdamW's two.
+    """Return the number of weight entries for which the optimizer stores one moment. (AdamW stores two moments for
+    every entry.)
 
     Args:
-        work: The workload.
+        work: Model and optimizer of the step.
         blocks: Number of blocks. The weights of their experts are not counted.
         rest: Number of weight entries outside the blocks, such as embeddings.
     """
@@ -79,7 +80,7 @@ def entries_without_second_moment(work: Workload, blocks: Number, rest: Number) 
 
 
 def matrices_of(work: Workload, layers: Number) -> list[Matrices]:
-    """Return the matrices that Muon updates in ``layers`` layers, including experts."""
+    """Return the matrices that Muon updates in ``layers`` layers, including the matrices of experts."""
     model, hidden = work.model, work.model.hidden_size
     dense, sparse = layers * (1 - model.sparse), layers * model.sparse
     ups = model.gate_up / np.maximum(model.intermediate_size, 1)
@@ -142,7 +143,7 @@ def muon_workspace(work: Workload, layers: Number) -> Number:
 
     During the iterations, a rank holds its matrices, the matrices divided by their norms, x·xᵀ, and either the square
     of x·xᵀ or the next x. Afterwards, it holds the updates that it sends to all replicas, and the updates that it
-    receives, which have as many bytes.
+    receives. Both have the same size.
     """
     if not np.any(is_named(work, "muon")):
         return 0
@@ -161,8 +162,8 @@ def muon_workspace(work: Workload, layers: Number) -> Number:
 def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
     """Return the bytes that Lion needs in addition to its states while it updates the largest shard of a weight.
 
-    These are the update, its magnitude, and the gradient if it is cast. ``tables`` is the number of entries of the
-    largest weight outside the blocks.
+    These bytes hold the update, its magnitude, and a copy of the gradient if the gradient is cast to the moment's
+    dtype. ``tables`` is the number of entries of the largest weight outside the blocks.
     """
     if not np.any(is_named(work, "lion")):
         return 0
@@ -176,8 +177,8 @@ def lion_workspace(work: Workload, layers: Number, tables: Number) -> Number:
 
 
 def _turns(kinds: list[Matrices], ranks: Number) -> list[Number]:
-    """Return the number of units per rank for each shape. A *unit* is a group of matrices that a rank orthogonalizes
-    together. It has at most as many entries as the largest matrix."""
+    """Return the number of units per rank for each shape of matrices. A *unit* is a group of matrices of the same shape
+    that a rank orthogonalizes together. A unit has at most as many entries as the largest matrix of all shapes."""
     largest = np.maximum.reduce([np.where(kind.number > 0, kind.entries, 0) for kind in kinds])
     limits = [np.maximum(largest // np.maximum(kind.entries, 1), 1) for kind in kinds]
     return [np.ceil(kind.number / (ranks * limit)) for kind, limit in zip(kinds, limits, strict=True)]
@@ -193,8 +194,8 @@ def moved_bytes(work: Workload) -> Number:
 
 
 def saved_bytes(work: Workload, parameters: Number) -> Number:
-    """Return the bytes of a checkpoint with this number of parameters: weights, optimizer moments, and the moving
-    average if the run has one."""
+    """Return the bytes of a checkpoint of a model with ``parameters`` parameters. A checkpoint has the weights, the
+    optimizer moments, and the moving average of the weights if the run has one."""
     model, step = work.model, work.step
     rest = parameters - model.num_hidden_layers * (model.block_weights + model.expert_weights)
     single = entries_without_second_moment(work, model.num_hidden_layers, rest)

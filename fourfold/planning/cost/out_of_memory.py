@@ -10,22 +10,23 @@ from fourfold.planning.machines.machine import Machine
 from fourfold.planning.workload import Workload
 
 UNUSABLE = 0.06
-"""Memory overhead, as a fraction of the bytes that a step allocates. PyTorch's allocator rounds blocks up and fragments
-memory, and libraries allocate workspaces. (Megatron-LM's own estimate adds 5 %.)"""
+"""Memory that a step needs in addition to its tensors, as a fraction of the bytes of the tensors. PyTorch's allocator
+rounds sizes up and fragments memory, and libraries allocate workspaces. (Megatron-LM's own estimate adds 5 %.)"""
 FRAGMENTED = 0.09
 """The value of ``UNUSABLE`` if the program does not use expandable segments. The allocator can then release only
 segments that are not in use at all, so most of its cached memory stays unusable (PyTorch, "CUDA semantics": memory
 management)."""
 CACHED = 0.14
-"""Memory overhead like ``UNUSABLE``, but including the blocks that the allocator caches until memory runs low. We
-fitted the value to the measured rows that come with fourfold, with ``UNUSABLE`` as prior
+"""The same fraction as ``UNUSABLE``, but including freed memory that the allocator caches until memory runs low. We
+fitted the value to the measured runs that come with fourfold, with ``UNUSABLE`` as prior
 (docs/planner_validation.py)."""
 COMMUNICATOR = 0.5e9
-"""Bytes of one process group's communicator: NCCL allocates channels of 4 to 8 MB for each of a few protocols and
-peers, in both directions."""
+"""Bytes that the communicator of one process group takes on a device. NCCL allocates channels of 4 to 8 MB for each of
+a few protocols and peers, in both directions."""
 SPREAD = 0.07
-"""Standard deviation of log(needed / predicted bytes). This is an assumption for fourfold, whose tensors are counted
-exactly. For other frameworks, the ratio of measured to predicted bytes varies more (docs/planner_validation.py)."""
+"""Standard deviation of log(needed bytes / predicted bytes). The value is an assumption for fourfold, whose tensors are
+counted exactly. For other frameworks, the ratio of measured to predicted bytes varies more
+(docs/planner_validation.py)."""
 
 
 def runtime_bytes(work: Workload, machine: Machine) -> Number:
@@ -39,7 +40,7 @@ def runtime_bytes(work: Workload, machine: Machine) -> Number:
 
 def cached_share(work: Workload) -> Number:
     """Return the unused memory that the allocator holds, as a fraction of the bytes that a step allocates. The fraction
-    is 0 if the prediction covers only tensors."""
+    is 0 if predictions leave this memory out (``Program.count_cached``)."""
     return np.where(work.program.count_cached, CACHED, 0)
 
 
@@ -51,8 +52,8 @@ def p_out_of_memory(predicted: Number, work: Workload, machine: Machine) -> Numb
 
 def needed_bytes(predicted: Number, work: Workload, machine: Machine) -> Number:
     """Return the smallest device memory, in bytes, that a step still fits into, if ``peak_memory`` has predicted
-    ``predicted`` bytes. This size is smaller than the predicted peak, because PyTorch frees cached blocks before it
-    runs out of memory."""
+    ``predicted`` bytes. If the prediction includes the runtime and cached memory (``Program``), the returned size is
+    smaller than the prediction, because PyTorch frees cached memory before it runs out of memory."""
     runtime = runtime_bytes(work, machine)
     allocated = (predicted - np.where(work.program.count_runtime, runtime, 0)) / (1 + cached_share(work))
     unusable: Number = np.where(work.program.expandable_segments, UNUSABLE, FRAGMENTED)

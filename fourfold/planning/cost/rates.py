@@ -8,17 +8,24 @@ from fourfold.planning.workload import Workload
 
 
 class Rates:
-    """The rates that a step reaches on a machine: FLOP/s of matmuls and attention, bytes per second of memory, and
-    seconds per kernel launch. ``nn``, ``nt``, and ``tn`` are factors on the matmul rates."""
+    """The rates that a step reaches on a machine.
+
+    - matmul, head, router: FLOP/s of the matmuls in the blocks, in the head, and in the router of experts.
+    - nn, nt, tn: factors on these FLOP/s, by the memory layout of the operands (see ``Machine``).
+    - attention: FLOP/s of the fused attention kernel.
+    - bandwidth: bytes per second of device memory.
+    - units: number of processors of a device.
+    - launch: seconds that the host needs to launch a kernel.
+    """
 
     def __init__(self, work: Workload, machine: Machine, constants: Constants) -> None:
         step = work.step
         rate = np.where(step.bits == 8, machine.achieved_fp8, machine.achieved)
         self.matmul = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, rate)
         self.head = constants.matmul * np.where(step.bits == 32, machine.achieved_fp32, machine.achieved)
-        # Assume that attention in 32 bits is slower than in 16 bits by the same ratio as matmuls. Divide the 32-bit
-        # matmul rate by the 16-bit peak. If we divided it by the achieved 16-bit rate, a higher 16-bit rate would make
-        # attention in 32 bits slower.
+        # Assume that attention in 32 bits is slower than in 16 bits by the same ratio as matmuls. This ratio is the
+        # 32-bit matmul rate divided by the 16-bit peak. If we divided by the achieved 16-bit rate, a machine with a
+        # higher achieved rate would get slower attention in 32 bits.
         self.attention = constants.attention * np.where(
             step.bits == 32, machine.achieved_fp32 / machine.peak, 1.0
         ) * machine.attention  # fmt: skip

@@ -1,5 +1,5 @@
-"""Compute the number of blocks on each pipeline rank for many layouts at once, with the split of ``config.stages``, and
-the number of micro-batches in flight."""
+"""Compute, for many layouts at once, the number of blocks and the number of micro-batches in flight on each pipeline
+rank. The blocks are divided over the ranks as in ``config.stages``."""
 
 import operator
 from collections.abc import Sequence
@@ -14,11 +14,12 @@ from fourfold.planning.workload import SCHEDULES, Workload
 
 
 class Blocks(NamedTuple):
-    """The number of blocks on one rank.
+    """Numbers of blocks on one pipeline rank.
 
+    - number: all blocks of the rank.
     - dense: blocks of an MoE model that have a dense MLP.
     - linear: blocks with linear attention.
-    - after_linear: blocks after the last block with linear attention, in the rank's last stage.
+    - after_linear: blocks in the rank's last stage that come after the last block with linear attention.
     """
 
     number: Number
@@ -28,12 +29,13 @@ class Blocks(NamedTuple):
 
 
 class StageSplit(NamedTuple):
-    """Block counts of some pipeline ranks.
+    """Numbers of blocks on the pipeline ranks that may need the most time or memory.
 
     - first, last: blocks of the first and of the last rank.
     - most: number of blocks on the rank with the most blocks.
-    - between: ranks between the first and the last that may need the most memory, each with its blocks. If a case has
-      fewer of these ranks than another case, its remaining entries are rank 0 with no blocks.
+    - between: the number and the blocks of each rank that may need the most memory, except the first and the last rank.
+      If a case (such as a layout) has fewer of these ranks than another case, its unused entries have rank 0 and no
+      blocks.
     """
 
     first: Blocks
@@ -43,7 +45,7 @@ class StageSplit(NamedTuple):
 
 
 def split_of(work: Workload) -> StageSplit:
-    """Return the split of the blocks over pipeline ranks for each case."""
+    """Return how many blocks each pipeline rank has, for each case of ``work``, such as one layout."""
     model, layout = work.model, work.layout
     blocks = (model.num_hidden_layers, model.predictions, model.dense_first, model.linear)
     cases = np.broadcast_arrays(*blocks, layout.pp, layout.stages_per_rank, layout.v_shaped, layout.end_layers)
@@ -63,7 +65,7 @@ def _as_split(row: Sequence[Number] | np.ndarray) -> StageSplit:
 
 
 def blocks_of(work: Workload) -> tuple[Blocks, ...]:
-    """Return the blocks on each pipeline rank, summed over its stages, for a single layout."""
+    """Return the numbers of blocks on each pipeline rank for a single layout, summed over the stages of the rank."""
     model, layout = work.model, work.layout
     return blocks_of_ranks(int(model.num_hidden_layers), int(model.predictions), int(model.dense_first),
                            float(model.linear), int(layout.pp), int(layout.stages_per_rank), bool(layout.v_shaped),
@@ -71,11 +73,12 @@ def blocks_of(work: Workload) -> tuple[Blocks, ...]:
 
 
 def in_flight(work: Workload, rank: Number) -> Number:
-    """Return how many micro-batches have activations on a pipeline rank at the same time.
+    """Return the largest number of micro-batches whose activations are on a pipeline rank at the same time.
 
-    A step has m micro-batches. There are p ranks, numbered from 0, with v stages each. A micro-batch counts as 1/v for
-    each stage of the rank that holds activations of the micro-batch. Interleaved schedules run the micro-batches in
-    rounds of r micro-batches: m // (m // p), or m if m < p. If p divides m, r is p.
+    Let m be the number of micro-batches of a step, p the number of pipeline ranks, and v the number of stages per rank.
+    Ranks are numbered from 0. A micro-batch counts as 1/v for each stage of the rank that holds activations of the
+    micro-batch. Interleaved schedules run the micro-batches in rounds. A round has r = m // (m // p) micro-batches, or
+    r = m if m < p. If p divides m, r is p.
 
     - 1F1B: p − rank.
     - Interleaved1F1B: ((v − 1)·r + 2(p − rank) − 1) / v (Narayanan et al. 2021, arXiv 2104.04473).
@@ -104,10 +107,10 @@ def _split(
     layers: float, predictions: float, dense: float, linear: float, pp: float, stages_per_rank: float, v_shaped: float,
     ends: float, counts: tuple[int, ...] | None,
 ) -> tuple[Number, ...]:  # fmt: skip
-    """Return the values of a ``StageSplit`` as one row.
+    """Return the values of a ``StageSplit`` as one row of numbers.
 
-    Earlier ranks hold at least as many micro-batches as later ranks. So a rank between the first and the last is
-    skipped if an earlier rank also has at least as many blocks of each kind.
+    The row leaves out a rank between the first and the last rank if an earlier rank has at least as many blocks of each
+    kind. The earlier rank needs at least as much memory, because it holds at least as many micro-batches.
     """
     ranks = blocks_of_ranks(
         int(layers), int(predictions), int(dense), linear, int(pp), int(stages_per_rank), v_shaped > 0, ends, counts
@@ -121,7 +124,7 @@ def _split(
 
 
 def _kinds(blocks: Blocks) -> tuple[Number, ...]:
-    """Return the number of blocks of each kind."""
+    """Return the numbers of blocks with and without a dense MLP, and with and without linear attention."""
     return blocks.dense, blocks.number - blocks.dense, blocks.linear, blocks.number - blocks.linear
 
 
@@ -130,12 +133,13 @@ def blocks_of_ranks(
     layers: int, predictions: int, dense: int, linear: float, pp: int, stages_per_rank: int, v_shaped: bool,
     ends: float, counts: tuple[int, ...] | None = None,
 ) -> tuple[Blocks, ...]:  # fmt: skip
-    """Return the blocks on each pipeline rank, summed over its stages.
+    """Return the numbers of blocks on each pipeline rank, summed over the stages of the rank.
 
     Args:
         layers: Number of blocks of the model, including the prediction layers.
         predictions: Number of prediction layers. They are in the last stage.
-        dense: Number of blocks of an MoE model that have a dense MLP. They are the first blocks.
+        dense: Number of blocks that have a dense MLP in an MoE model. These are the model's first blocks. 0 for other
+            models.
         linear: Fraction of the model's blocks that have linear attention. If one block in n has softmax attention, it
             is the last block of each group of n blocks, as in Qwen3-Next.
         pp: Number of pipeline ranks.
@@ -143,13 +147,15 @@ def blocks_of_ranks(
         v_shaped: Whether the first and the last stage are both on the first rank.
         ends: How many blocks the embedding counts as when blocks are divided into stages. The head counts as the same
             number of blocks.
-        counts: Number of blocks in each stage, without prediction layers (default: divide the blocks evenly).
+        counts: Number of blocks in each stage, without prediction layers. Default: divide the blocks evenly, as ``ends`` says.
     """
     stages, own = pp * stages_per_rank, layers - predictions
     if stages > own:
         # This layout is illegal, so any counts will do.
         return (Blocks(-(-layers // pp), 0),) * pp
-    kinds = [int((i + 1) * (1 - linear) + 1e-6) == int(i * (1 - linear) + 1e-6) for i in range(layers)]
+    softmax = 1 - min(linear * layers / own, 1)
+    kinds = [int((i + 1) * softmax + 1e-6) == int(i * softmax + 1e-6) for i in range(own)]
+    kinds += kinds[-1:] * predictions
     of_ranks, begin = [Blocks(0, 0)] * pp, 0
     *counts, last = counts or balanced(own, stages, ends, ends + predictions * (1 + ends))
     for stage, count in enumerate([*counts, last + predictions]):

@@ -30,13 +30,27 @@ from fourfold.planning.workload import Workload
 PARTS = (
     "compute", "recompute", "x", "y", "z", "cp", "ep", "dp", "pp", "bubble", "logits", "launch", "optimizer", "other",
 )  # fmt: skip
-"""Parts of a step. The parts x, y, z, cp, ep, dp, and pp are the exposed communication over the axis of the same name.
-If weights are sharded over z · dp · cp, the gathers of weights and the scatters of gradients run over all three axes.
-The part z is then the time that they would take over z alone, and the part dp has the remaining time."""
+"""Names of the parts that the time of a step is split into. *Exposed* communication is communication that no
+computation hides.
+
+- compute: computation of the blocks.
+- recompute: computation that the backward pass repeats, and exposed copies of block inputs to and from host memory.
+- x, y, z, cp, ep, dp, pp: exposed communication over the axis of the same name.
+- bubble: time that a pipeline rank waits for other pipeline ranks.
+- logits: computation of the head and the loss, and of the embedding if pp = 1.
+- launch: time that the device waits for the host to launch kernels.
+- optimizer: the optimizer step.
+- other: time that every step takes, regardless of its size.
+
+If weights are sharded over z · dp · cp ranks, weights are gathered and gradients are scattered over the three axes
+together. The part z is then the time that this communication would take over z alone, and the part dp has the remaining
+time.
+"""
 
 
 class _Layer(NamedTuple):
-    """Seconds of one block for one micro-batch."""
+    """Seconds of one block for one micro-batch, by part of the step (``PARTS``). ``offload`` is the exposed time of
+    copies to and from host memory."""
 
     compute: Number
     recompute: Number
@@ -63,10 +77,12 @@ class _Layer(NamedTuple):
 class _Ends(NamedTuple):
     """Seconds of head and embedding for one micro-batch.
 
-    - head, embedding: total time of the head, and total time of the embedding.
-    - table: time of the memory traffic for the head's weight and for its gradient. The embedding's weight takes as
-      long.
-    - z_head, z_embedding: exposed gathers of the weights and scatters of the gradients.
+    - head: total time of the head and the loss.
+    - embedding: total time of the embedding.
+    - table: time to move the head's weight and its gradient through device memory. The embedding's weight and its
+      gradient take as long.
+    - z_head: exposed time to gather the head's weight and to scatter its gradient.
+    - z_embedding: the same time for the embedding's weight.
     """
 
     head: Number
@@ -80,22 +96,22 @@ def step_parts(
     work: Workload, machine: Machine, constants: Constants, block: BlockTime | None = None,
     traffic: WeightTraffic | None = None,
 ) -> dict[str, Number]:  # fmt: skip
-    """Return the seconds of each of ``PARTS``. They add up to the time of the step.
+    """Return the seconds of each part of a step, by the part's name in ``PARTS``. The parts add up to the step time.
 
     Args:
-        work: The workload.
-        machine: The machine.
-        constants: The machine's constants.
-        block: The result of ``block_time``, if it is already computed.
-        traffic: The result of ``weight_traffic``, if it is already computed.
+        work: Model, layout, batch, and training framework of the step.
+        machine: Rates, memory, and links of the machine.
+        constants: How close training gets to the machine's rates.
+        block: Result of ``block_time``. If None, this function computes it.
+        traffic: Result of ``weight_traffic``. If None, this function computes it.
     """
     layout = work.layout
     block = block_time(work, machine, constants) if block is None else block
     traffic = weight_traffic(work, machine, constants) if traffic is None else traffic
     layer, ends = _layer(work, machine, constants, block, traffic), _ends(work, machine, constants, block, traffic)
     several = layout.pp > 1
-    # Compute the time of an average rank: an average number of layers and 1/pp of the head. If pp > 1, the embedding is
-    # not included. The time during which a rank has no work is part of the bubble.
+    # Compute the time of an average pipeline rank, which has 1/pp of the layers and of the head's work. With pp > 1,
+    # the embedding is not included. The time during which a rank has no work is part of the bubble.
     layers, head_passes = work.micro_batches * _mean_layers(work), work.micro_batches / layout.pp
     z_layers = layers * layer.z + work.micro_batches * layer.z_first
     z_of_ends = head_passes * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
@@ -123,14 +139,16 @@ def step_parts(
 
 
 def step_seconds(work: Workload, machine: Machine, constants: Constants, block: BlockTime | None = None) -> Number:
-    """Return the seconds of a step."""
+    """Return the seconds of a step. ``block`` is the result of ``block_time``, if it is already computed."""
     return sum(step_parts(work, machine, constants, block).values())
 
 
 def _slowdown(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the time of the slowest device divided by the mean. All devices wait for the slowest one.
+    """Return the computation time of the slowest device, divided by the mean over all devices. All devices wait for the
+    slowest one.
 
-    If the machine file has no measured ``spread`` of devices, use the spread of nodes (``Constants.dispersion``).
+    If the spread of the machine's devices was not measured (``Machine.spread`` is 0), use the spread of its nodes
+    (``Constants.dispersion``).
     """
     gpus = work.layout.gpus
     of_nodes = constants.dispersion * slowest_of(gpus / machine.gpus_per_node)
@@ -138,8 +156,9 @@ def _slowdown(work: Workload, machine: Machine, constants: Constants) -> Number:
 
 
 def slowest_of(count: Number) -> Number:
-    """Return how much slower than the mean the slowest of n = ``count`` devices is expected to be, in standard
-    deviations. This is √(2 ln n), as for the largest of n normal variables (Cramér 1946, section 28.6)."""
+    """Return by how many standard deviations the slowest of n = ``count`` devices is expected to be slower than the
+    mean. The result is √(2 ln n), the approximate expected maximum of n standard normal variables (Cramér 1946, section
+    28.6)."""
     deviations: Number = np.sqrt(2 * np.log(np.maximum(count, 1)))
     return deviations
 
@@ -167,15 +186,16 @@ def _layer(work: Workload, machine: Machine, constants: Constants, block: BlockT
 
 
 def _offload(work: Workload, machine: Machine, constants: Constants, block: BlockTime) -> Number:
-    """Return the exposed seconds of copying a block's input to host memory and back (parallel.memory.offload).
+    """Return the exposed seconds of copying a block's input to host memory and back (``parallel.memory.offload``), as a
+    mean over all blocks.
 
-    The block's forward hides the copy to the host. The recomputation and the backward of the following block hide the
-    copy back.
+    The block's forward pass runs during the copy to host memory, and hides this copy. The recomputation and the
+    backward pass of the following block hide the copy back.
     """
     layout = work.layout
     residual = work.step.item_bytes * work.tokens * work.model.hidden_size / (layout.x * layout.y)
-    # If the machine file does not give this rate, it is 0. The search refuses offload on such machines, so only avoid a
-    # division by 0.
+    # ``machine.host`` is 0 if the machine file does not give this rate. The search refuses offload on such machines, so
+    # only avoid a division by 0.
     copy = residual / np.maximum(machine.host, 1.0)
     beside = (block.forward, block.forward + block.backward)
     seconds = sum(copy - hidden(copy, computing, constants.exposed) for computing in beside)
@@ -183,7 +203,7 @@ def _offload(work: Workload, machine: Machine, constants: Constants, block: Bloc
 
 
 def _recompute(work: Workload, block: BlockTime) -> Number:
-    """Return the seconds of recomputation in the backward of one block."""
+    """Return the seconds of computation that the backward pass of one block repeats, as a mean over all blocks."""
     layout, program = work.layout, work.program
     selected = np.where(program.recomputes_attention, block.attention_forward, 0.0)
     selected = selected + np.where(program.recomputes_mlp, block.activation_forward, 0.0)
@@ -194,12 +214,12 @@ def _recompute(work: Workload, block: BlockTime) -> Number:
 
 
 def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
-    """Return the seconds per block in which the device waits for the host.
+    """Return the seconds that the device waits, per block, for the host to launch kernels.
 
     Before the host can launch the experts' matmuls, it must read each expert's number of rows (tokens) from the device.
     So no launches are queued at that point. Therefore only the experts' computation hides the launches of the experts,
-    and all other computation hides all other launches. If a framework other than fourfold limits an expert's rows, it
-    pads them to the limit, so the host knows the number in advance.
+    and all other computation hides all other launches. If a framework other than fourfold limits the rows of an expert
+    (``Step.capacity``), it pads every expert's rows to this limit, so the host knows the number in advance.
     """
     again, program, experts = forwards_again(work), work.program, block.experts
     of_core = block.linear_launch * (1 - again)
@@ -216,11 +236,12 @@ def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
 
 
 def _ends(work: Workload, machine: Machine, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> _Ends:
-    """Return the seconds of head and embedding for one micro-batch, on the ranks that have them."""
+    """Return the seconds of head and embedding for one micro-batch, on the pipeline ranks that have the head or the
+    embedding."""
     table = work.model.padded_vocab_size * work.model.hidden_size * _seconds_for_a_weight(work, machine, constants)
     z_head = exposed_z(work, constants, traffic.table, block.head)
     shared = np.asarray(work.model.tie_word_embeddings, bool) & (work.layout.pp == 1)
-    # No computation hides the embedding's gather.
+    # No computation hides the gather of the embedding's weight.
     z_embedding = np.where(shared, 0.0, traffic.table)
     head = block.head + table + block.head_x + block.head_y + z_head
     return _Ends(head, block.embedding + table + z_embedding, table, z_head, z_embedding)
@@ -246,8 +267,9 @@ def _bubble(work: Workload, block: BlockTime, layer: _Layer, ends: _Ends) -> Num
 
 
 def _slowest_rank(work: Workload, layer: _Layer, ends: _Ends) -> Number:
-    """Return the seconds of one micro-batch on the slowest rank. This is the rank with the most blocks, the rank with
-    the head, or the first rank. (The head is on the last rank, or on the first in V-shaped schedules.)"""
+    """Return the seconds of one micro-batch on the slowest pipeline rank. This is the rank with the most blocks, the
+    rank with the head, or the first rank. (The head is on the last rank, or on the first rank in V-shaped
+    schedules.)"""
     split, v_shaped = split_of(work), work.layout.v_shaped
     at_the_end = np.where(v_shaped, 0.0, ends.head)
     at_the_start = np.where(v_shaped, ends.head, 0.0)
@@ -256,8 +278,8 @@ def _slowest_rank(work: Workload, layer: _Layer, ends: _Ends) -> Number:
 
 
 def _gradient_sum(work: Workload, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> Number:
-    """Return the exposed seconds of the traffic that occurs once per step (``WeightTraffic.gradients``): the part that
-    the last backward pass does not hide."""
+    """Return the seconds of the traffic that occurs once per step (``WeightTraffic.gradients``), not counting the
+    seconds that the step's last backward pass hides."""
     last_backward = _mean_layers(work) * (block.backward + _recompute(work, block))
     return exposed_gradient_sum(work, constants, traffic.gradients, last_backward)
 
@@ -277,18 +299,20 @@ def _optimizer(work: Workload, machine: Machine, constants: Constants) -> Number
 
 
 def _entries_stepped(work: Workload) -> Number:
-    """Return the number of weight entries that a rank updates, without experts."""
+    """Return the number of weight entries that the optimizer updates on one rank. Entries of experts are not
+    counted."""
     layout = work.layout
     held = work.model.num_hidden_layers * work.block_weights / layout.pp + work.table_weights
     return held / (layout.x * layout.y * layout.shards)
 
 
 def _seconds_for_a_weight(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the seconds that the memory traffic of weights and gradients takes in a micro-batch, per weight entry.
+    """Return the seconds per micro-batch and weight entry that a rank needs to move weights and gradients through
+    device memory.
 
-    The seconds are a mean over the micro-batches of a step. An entry means an entry of the full weight, before the axes
-    split it. If a rank holds unsharded gradients, it casts or copies the first micro-batch's gradient, and adds later
-    gradients to it.
+    The seconds are a mean over the micro-batches of a step. The entries are the entries of the full weight, before x
+    and y split it. If a rank holds unsharded gradients, it casts or copies the gradient of the first micro-batch, and
+    adds the gradients of later micro-batches to the copy.
     """
     step, program = work.step, work.program
     item, reduced = step.item_bytes, step.reduce_bytes

@@ -1,4 +1,4 @@
-"""Compute the bytes of one block's tensors on a rank, and determine how the ranks of the tensor axis y share
+"""Compute the bytes of one block's tensors on a rank, and determine how the ranks of the tensor axis y divide
 attention."""
 
 from typing import NamedTuple
@@ -9,8 +9,8 @@ from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.workload import CP_METHODS, Workload
 
 LEAST_QUERIES, CAPPED_QUERIES = 16, 512
-"""Attention with soft-capped scores runs piece by piece. These are the smallest and the largest number of queries in
-one piece."""
+"""Smallest and largest number of queries in one piece of attention with soft-capped scores. Such attention runs piece
+by piece."""
 
 WIDEST_FLASH, WIDEST_CUDNN = 256, 128
 """Largest ``head_dim`` that FlashAttention's kernels support, and largest ``head_dim`` for which ring attention uses
@@ -38,14 +38,14 @@ class TensorBytes(NamedTuple):
 
 
 def tensor_bytes(work: Workload) -> TensorBytes:
-    """Return the tensors' bytes for each case of ``work``."""
+    """Return the bytes of one micro-batch's tensors on a rank, for each case of ``work``, such as one layout."""
     model, layout, program = work.model, work.layout, work.program
     token = work.step.item_bytes * work.tokens
     at_once = np.where(program.tiled_mlp, np.minimum(model.hidden_size / work.tokens, 1), 1)
     split = attention_over_y(work)
-    # A group is the query heads that share a key-value head. If a rank has complete groups, or a part of one group, it
-    # holds each of its key-value heads once. Otherwise it holds one copy of a key-value head for each of its query
-    # heads.
+    # A group consists of the query heads that share a key-value head. If a rank has complete groups, or a part of one
+    # group, it holds each of its key-value heads once. Otherwise it holds one copy of a key-value head for each of its
+    # query heads.
     heads = model.queries / model.head_dim / (layout.x * np.where(split == "heads", layout.y, 1))
     group = model.queries / model.keys
     kv_heads = np.where(heads % group == 0, heads / group, np.where(heads < group, 1, heads))
@@ -64,14 +64,15 @@ def tensor_bytes(work: Workload) -> TensorBytes:
 
 
 def mlp_made_again(work: Workload) -> Number:
-    """Return the bytes of the MLP's activation, which selective recompute can compute again: silu(gate) and silu(gate)
-    · up, or GELU's output."""
+    """Return the bytes of the MLP's tensors that selective recompute can compute again. These tensors are silu(gate)
+    and silu(gate) · up in an MLP with a gate, and GELU's output in an MLP without a gate."""
     model = work.model
     return np.where(model.mean_gate_up > model.mean_inner, 2, 1) * tensor_bytes(work).inner
 
 
 def attention_over_y(work: Workload) -> np.ndarray:
-    """Return the dimension along which the y ranks share attention, as in ``config.layout.attention_split``."""
+    """Return what the y ranks divide among themselves in attention: "heads", "batch", or "sequence" (see
+    ``config.layout.attention_split``)."""
     model, layout = work.model, work.layout
     heads = model.queries / model.head_dim
     return np.where(
@@ -82,8 +83,8 @@ def attention_over_y(work: Workload) -> np.ndarray:
 
 
 def copies_heads(work: Workload) -> Flag:
-    """Return whether fourfold copies the inputs of attention, to get whole sequences for the rank's heads, and copies
-    the outputs back."""
+    """Return whether fourfold copies the inputs of attention so that the tokens of each sequence are contiguous, and
+    copies the outputs back."""
     is_own = np.asarray(work.program.is_fourfold, bool)
     copies: Flag = is_own & (work.layout.x > 1) & (work.sequences_per_part > 1) & (attention_over_y(work) == "heads")
     return copies
@@ -96,7 +97,7 @@ def is_ring(work: Workload) -> Flag:
 
 
 def heads_on_rank(work: Workload) -> Number:
-    """Return the number of query heads per rank if x and y split them. It is a fraction if several ranks share a
+    """Return the number of query heads per rank if x and y split them. The number is not whole if ranks share a
     head."""
     model, layout = work.model, work.layout
     return model.queries / model.head_dim / (layout.x * layout.y)
@@ -108,12 +109,13 @@ def log_sum_exp_bytes(work: Workload) -> Number:
 
 
 class CappedScores(NamedTuple):
-    """Sizes of one block's attention if scores are soft-capped. It runs piece by piece, as separate operations.
+    """Sizes of one block's attention if scores are soft-capped. Such attention runs piece by piece, as separate
+    operations.
 
     - heads: number of heads on the rank, summed over all sequences.
     - queries, keys: number of queries and of keys in one piece, whose scores are in memory together.
     - computed: mean number of scores per query and head.
-    - pieces: number of pieces.
+    - pieces: number of pieces that one block runs on the rank.
     """
 
     heads: Number
@@ -124,7 +126,8 @@ class CappedScores(NamedTuple):
 
 
 def caps_scores(work: Workload) -> Flag:
-    """Return whether fourfold's attention soft-caps the scores, which no fused kernel supports."""
+    """Return whether the framework is fourfold and the model soft-caps attention scores. No fused kernel supports
+    soft-capping."""
     caps: Flag = np.asarray(work.model.caps_scores, bool) & np.asarray(work.program.is_fourfold, bool)
     return caps
 

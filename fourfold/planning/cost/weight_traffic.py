@@ -18,14 +18,16 @@ class WeightTraffic(ArrayFields):
     """Seconds of weight and gradient traffic if nothing hides it. ``gradients`` is per step, and all other times are
     per micro-batch. Within one search, these seconds depend only on the grid and on ``zero``.
 
-    - block: gather a block's weights for forward and backward, and scatter its gradients.
-    - table: gather the weight of the embedding or of the head once, and scatter its gradient.
-    - outermost: gather a block's weights once, and scatter its gradients.
+    - block: time to gather a block's weights twice, for the forward and for the backward pass, and to scatter the
+      block's gradients.
+    - table: time to gather the weight of the embedding or of the head once, and to scatter its gradient.
+    - outermost: time to gather a block's weights only once, and to scatter the block's gradients.
     - of_z, table_of_z: the fraction of ``block`` and of ``table`` that would remain if dp and cp were both 1. These are
       not seconds.
-    - gradients: the traffic that occurs once per step. With zero 0, gradients are summed over replicas. With zero 1,
-      they are scattered to the shards. If weights are gathered once per step (``gathered_once_a_step``), this includes
-      that gather. Zero 2 and 3 send gradients in every micro-batch, so these gradients are not included.
+    - gradients: time of the traffic that occurs once per step. With ``zero`` 0, this traffic sums gradients over
+      replicas. With ``zero`` 1, it scatters gradients to the shards. If weights are gathered once per step
+      (``gathered_once_a_step``), it includes this gather. With ``zero`` 2 and 3, gradients are sent in every
+      micro-batch, so they are not included.
     """
 
     block: Number
@@ -37,7 +39,7 @@ class WeightTraffic(ArrayFields):
 
 
 def weight_traffic(work: Workload, machine: Machine, constants: Constants) -> WeightTraffic:
-    """Return the times for each case of ``work``."""
+    """Return the seconds of weight and gradient traffic for each case of ``work``, such as one layout."""
     weights, table = work.block_weights, work.model.padded_vocab_size * work.model.hidden_size
     twice = weight_traffic_seconds(work, machine, constants, weights, 2)
     outermost = weight_traffic_seconds(work, machine, constants, weights, 1)
@@ -68,9 +70,9 @@ def weight_traffic_seconds(
     Traffic that occurs once per step is not included (``WeightTraffic.gradients``).
 
     Args:
-        work: The workload.
-        machine: The machine.
-        constants: The machine's constants.
+        work: Layout, batch, and training framework of the step.
+        machine: Links of the machine.
+        constants: How close collectives get to the bandwidth and latency of these links.
         weights: Number of weight entries, before x and y split them.
         gathers: How often the weights are gathered: 1 for the forward pass only, or 2 for the backward pass too.
     """
@@ -98,8 +100,8 @@ def weight_traffic_seconds(
 
 
 def gathered_once_a_step(work: Workload) -> Flag:
-    """Return whether sharded weights are gathered once per step instead of once per micro-batch: with distributed
-    optimizers, and with zero 1 or 2 if z = 1."""
+    """Return whether sharded weights are gathered once per step instead of once per micro-batch. This is the case with
+    distributed optimizers, and with ``zero`` 1 or 2 if z = 1."""
     layout = work.layout
     return work.program.weights_kept | ((layout.zero > 0) & (layout.zero < 3) & (layout.z == 1))
 

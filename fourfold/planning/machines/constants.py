@@ -73,5 +73,5 @@ def prior_constants() -> Constants:
 
 
 def moved(constants: Constants, logs: np.ndarray) -> Constants:
-    """Return ``constants`` multiplied by exp(``logs``), where ``logs`` is an array [..., constants]."""
+    """Return a copy in which each constant is multiplied by exp of its entry in ``logs``, an array [..., constants]."""
     return replace(constants, **{name: getattr(constants, name) * np.exp(logs[..., i]) for i, name in enumerate(NAMES)})

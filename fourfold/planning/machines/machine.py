@@ -34,19 +34,19 @@ class Machine(ArrayFields):
       attention_half tokens.
     - flash2, flash2_half: the same two values for FlashAttention-2. flash2 is 0 if FlashAttention-2 is the fastest
       kernel.
-    - memory, memory_bandwidth: a device's memory, and its bandwidth.
+    - memory, memory_bandwidth: size of a device's memory, and bandwidth of this memory.
     - intra2, intra4, intra8: bandwidth, in one direction, from a device to the other members of a group of at most 2,
       4, or 8 neighbors.
     - intra_far: bandwidth in a group of two devices of a node that are not neighbors.
-    - host: bandwidth from a device to the host's memory. 0 if unknown.
+    - host: bandwidth from a device to the host's memory, in one direction. 0 if unknown.
     - node: bandwidth from a node to the network, over all of its adapters (injection bandwidth).
     - base: latency of a collective, in addition to the steps of its ring.
     - intra_hop, inter_hop: latency of each step of the ring, inside a node and between nodes.
     - ring_hop: measured latency per rank in rings that leave a node. If this is 0, the planner computes the latency
       from intra_hop and inter_hop.
-    - ring_floor: least time of one step of a ring that leaves a node.
+    - ring_floor: least time of one step of a ring that leaves a node. 0 if no such bound is known.
     - launch: host time of a kernel launch.
-    - reserved: bytes of a device that the runtime takes.
+    - reserved: bytes of a device's memory that the runtime takes, such as the CUDA context and NCCL's buffers.
     - nn: fraction of the achieved rate that matmuls reach if both operands are used as stored (a linear layer's input
       gradient).
     - nt: the same for matmuls with a transposed second operand (a linear layer's output).
@@ -92,11 +92,11 @@ class Machine(ArrayFields):
     mtbf_gpu_hours: float | None = None
     checkpoint_bandwidth: float | None = None
     efficiency: tuple[tuple[str, float], ...] = ()
-    """Factors on the priors of ``constants.Constants``, by name, from ``fourfold machine calibrate``. Empty if the
-    machine was not calibrated."""
+    """Pairs of a constant's name (``constants.Constants``) and a factor on the median of its prior, from ``fourfold
+    machine calibrate``. Empty if the machine was not calibrated."""
     calibrated_range: tuple[tuple[str, tuple[float, float]], ...] = ()
-    """Smallest and largest value of each feature (``range_features``) among the workloads of the calibration. A
-    prediction outside this range is an extrapolation."""
+    """Pairs of a feature's name (``range_features``) and its smallest and largest value among the workloads of the
+    calibration. A prediction outside this range is an extrapolation."""
 
 
 SECTIONS = {
@@ -136,8 +136,8 @@ def load_machine(name: str, given_as: str = "--machine") -> Machine:
 
 @cache
 def parse_machine(text: str, where: str) -> Machine:
-    """Parse the text of a machine file. ``where`` names the file in messages. Raise ``UserError`` if a key or value is
-    wrong."""
+    """Parse the text of a machine file. ``where`` names the file in error messages. Raise ``UserError`` if a key or a
+    value is wrong."""
     try:
         table = parse_toml(text)
     except ValueError as error:
@@ -172,8 +172,8 @@ def check_positive(value: Any, what: str) -> None:
     """Check that a value from a file is a number from ``LEAST`` to ``MOST``.
 
     Args:
-        value: The value.
-        what: Name of the value, for the message.
+        value: The value to check.
+        what: Name of the value, for the error message.
 
     Raises:
         UserError: The value is not a number, or is out of range.

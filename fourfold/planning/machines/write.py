@@ -12,9 +12,10 @@ from fourfold.planning.machines.machine import SECTIONS, Machine
 
 
 def machine_toml(machine: Machine, title: str, base: Machine) -> str:
-    """Return the text of a file that ``load_machine`` reads.
+    """Return the text of a machine file, which ``load_machine`` can read.
 
-    A comment after each value says whether it was measured or is the value of ``base``.
+    A comment after each value says whether the value was measured or comes from ``base``. ``title`` is the file's first
+    comment.
     """
     lines = [f"# {title}", f"name = {json.dumps(machine.name)}"]
     for section, keys in SECTIONS.items():
@@ -39,7 +40,7 @@ def with_constants(machine: Machine, name: str, logs: np.ndarray, extent: Mappin
     """Return a copy of the machine with fitted constants.
 
     Args:
-        machine: The machine.
+        machine: The machine to copy.
         name: Name of the copy.
         logs: For each constant, the logarithm of the ratio between the constant and the median of its prior.
         extent: Smallest and largest value of each feature among the workloads of the fit.
@@ -53,8 +54,8 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
     ``base``.
 
     The microbenchmark measures rates that kernels and collectives really reach, so the planner must not lower these
-    rates further. The planner multiplies each rate by a constant, which is the constant's prior times the machine's
-    factor. So this function sets the factor of each measured rate to 1 / prior, and the constant becomes 1.
+    rates further. The planner multiplies each rate by a constant. This constant is the median of its prior times the
+    machine's factor. So this function sets the factor of each measured rate to 1 / median, and the constant becomes 1.
     """
     kinds = measured["matmuls"].values()
     reached = {kind: max(rates[kind] for rates in kinds) for kind in ("NN", "NT", "TN")}
@@ -65,7 +66,7 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
         "achieved": best,
         "achieved_fp8": max(best, base.achieved_fp8 if measured["device"] != "cpu" else best),
         # On a CPU, all matmuls were measured in float32. On a GPU, only NN matmuls (no transposed operand) were
-        # measured in float32, so scale their rate to the best memory layout.
+        # measured in float32, so scale the measured rate to the best memory layout.
         "achieved_fp32": best if measured["device"] == "cpu" else measured["fp32_matmul"] * best / reached["NN"],
         **{kind.lower(): rate / best for kind, rate in reached.items()},
         "attention": measured["attention"],
@@ -87,9 +88,9 @@ def measured_machine(measured: Mapping[str, Any], base: Machine, name: str) -> M
 
 
 def _links(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Return the bandwidth for each group size, and the latencies. Both are computed from a straight line through the
-    times of the smallest and the largest all-gather: its slope gives the bandwidth, and its intercept gives the
-    latency."""
+    """Return the bandwidths and latencies of the machine's links, by key of a machine file. For each group size, both
+    are computed from a straight line through the times of the smallest and the largest all-gather: the line's slope
+    gives the bandwidth, and its intercept gives the latency."""
     values: dict[str, float] = {}
     per_node, latencies = measured["gpus_per_node"], {}
     for count, times in ((int(c), t) for c, t in measured["all_gather"].items()):

@@ -19,7 +19,7 @@ from fourfold.planning.search.limits import parse_limits
 from fourfold.planning.search.plan import Prediction, make_plan
 
 SOURCE = "--measured"
-"""Source name of the row with the user's measured step, for the fit of the constants."""
+"""Name of the source of the user's measured step among the rows that the constants are fitted to."""
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,21 @@ class OtherRun:
     """A run of another training program."""
 
     row: MeasuredRow
-    """The run as a row of a table of measured runs."""
+    """The run as a row of a table of measured runs (docs/measured-rows.md)."""
     model: ModelConfig
     """The model, as fourfold trains it."""
     lists: dict[str, list[str]]
-    """How the settings were read (see ``program_settings.read_program``)."""
+    """Lists of settings, by how each setting was read (see ``program_settings.read_program``)."""
     own: Row
-    """The same row, converted to a workload with the run's own layout."""
+    """The row, converted to a workload with the run's own layout."""
     machine: Machine
-    """The machine. If there is a measured step, the machine's constants are fitted to this step and to the published
-    rows."""
+    """The machine that the run uses. If there is a measured step, the machine's constants are fitted to this step and
+    to the published measured rows."""
     predicted: float
     """Predicted seconds of a step. This prediction does not use the measured step."""
     interval: tuple[float, float] | None
-    """Factors on ``predicted`` that give the 5th and the 95th percentile of measured seconds. None on a machine that
-    the user calibrated."""
+    """Two factors. ``predicted`` times these factors is the 5th and the 95th percentile of the measured seconds. None
+    on a machine that the user calibrated."""
 
     def record(self) -> dict[str, Any]:
         """Return the settings and the prediction as JSON values."""
@@ -53,8 +53,9 @@ def read_other_run(path: Path, given: Mapping[str, str], model: ModelConfig | No
     """Read and predict a run of another program.
 
     Args:
-        path: The configuration of the other program.
-        given: Columns that replace the file's columns. The column ``step_seconds`` is the user's measured step.
+        path: Path of the other program's configuration.
+        given: Values by column of a measured row. They replace the values from the file. The column ``step_seconds`` is
+            the user's measured step time.
         model: The model. Default: the sizes in the file, or the preset with the model's name.
 
     Raises:
@@ -80,9 +81,9 @@ def best_in_program(
     """Return the fastest layout that the run's program supports for this model and batch, or None if no layout fits.
 
     Args:
-        run: The run.
+        run: The run, as ``read_other_run`` returns it.
         limits: Limits of the search, in the format of ``limits.parse_limits``.
-        watch: Called with the number of evaluated layouts and the number of legal layouts.
+        watch: Called during the search with two numbers: evaluated layouts, and all legal layouts.
     """
     found, row = list[Prediction](), run.row.model_copy(update={"step_seconds": 1.0})
     for search in TABLES["search"][row.program]:

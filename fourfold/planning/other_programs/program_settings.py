@@ -1,6 +1,7 @@
 """Translate the settings of another training program into the columns of a measured row (``calibration.columns``).
 
-The file ``settings.toml`` says which column each setting means.
+A *measured row* describes one training run, and each column is one property of the run (docs/measured-rows.md). The
+file ``settings.toml`` says which column each setting means.
 """
 
 import re
@@ -31,7 +32,7 @@ def read_program(
     """Read the configuration of another training program.
 
     Args:
-        path: The file.
+        path: Path of the configuration.
         given: Values by column of a measured row. They replace the values from the file.
         model: The model. Default: the preset with the name of the file's model, or the sizes in the file.
 
@@ -39,7 +40,7 @@ def read_program(
         The run as a row, the model, and five lists by name. The list "assumed" has the columns that are defaults, or
         are computed from defaults. The list "read" has all other columns. The list "without_effect" has settings that
         do not change the prediction, such as the learning rate. The list "not_understood" has unknown settings. The
-        list "conditions_not_checked" has conditions of a script.
+        list "conditions_not_checked" has what ``shell_script.read_options`` did not check in a script.
 
     Raises:
         UserError: The file is invalid, its program is unknown, or it does not give a column that a prediction needs.
@@ -151,10 +152,11 @@ def _model_of(row: MeasuredRow) -> ModelConfig:
 
 
 def _complete(columns: dict[str, str], assumed: set[str]) -> dict[str, str]:
-    """Compute missing columns with the formulas in the tables, and remove names that are not columns.
+    """Compute missing columns with the formulas of ``settings.toml``, and remove names that are not columns.
 
     Args:
-        assumed: Names of assumed columns. The columns that are computed from them are added.
+        columns: Texts by column, or by another name in the formulas.
+        assumed: Names of columns that are defaults. This function adds the columns that it computes from defaults.
 
     Raises:
         ValueError: Columns contradict each other.
@@ -185,8 +187,11 @@ def _complete(columns: dict[str, str], assumed: set[str]) -> dict[str, str]:
 
 
 def _expert_layers(pattern: str) -> dict[str, float]:
-    """Parse a pattern that says which layers have experts. A number n means that every n-th layer has experts. For a
-    list of zeros and ones, return the number of layers without experts."""
+    """Parse a pattern that says which layers have experts, and return an input of the formulas by its name.
+
+    If the pattern is a number n, every n-th layer has experts, and the result is n. If the pattern is a list of zeros
+    and ones, the ones are layers with experts, and the result is the number of zeros.
+    """
     if pattern.isdecimal():
         return {"expert_layer_every": int(pattern)}
     # ``setting_text`` has removed the brackets of a list from a YAML file.

@@ -24,7 +24,8 @@ def parse_yaml(text: str) -> Any:
 PARSERS = {".toml": parse_toml, ".json": parse_json, ".yaml": parse_yaml, ".yml": parse_yaml}
 """Parsers by the suffix of a file. Files with other suffixes are scripts."""
 MOST = 10_000
-"""Largest number of settings. A small YAML file with aliases could otherwise expand to any number of settings."""
+"""Largest number of settings in a file. Without this limit, a small YAML file with aliases could expand to any number
+of settings."""
 FILES = "give a shell script or a list of options, or a .yaml, .toml, or .json file"
 
 
@@ -32,11 +33,11 @@ def read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
     """Return the settings in a file.
 
     A script or a YAML file can name a configuration of DeepSpeed (.json). The returned settings include the settings of
-    this configuration. This function looks for it at the named path, relative to the folder of ``path``, and then
-    directly in this folder. It opens no file outside this folder.
+    this configuration. This function looks for the configuration at the named path, relative to the folder of ``path``,
+    and then directly in this folder. It opens no file outside this folder.
 
     Returns:
-        The settings' values by name, and the conditions of a script that were not checked. The names of sections are
+        The settings' values by name, and the conditions in a script that were not checked. The names of sections are
         joined with dots, and dashes become underscores. Settings without a value are left out, and so are the values
         "auto" and -1, which stand for a default.
 

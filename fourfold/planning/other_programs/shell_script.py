@@ -1,14 +1,15 @@
 """Find the options that a shell script passes to a training program, without running the script.
 
-This module follows variables and arrays. It does no arithmetic, and it does not check conditions. It reads every branch
-and every loop once, in the order of the script. If an option occurs several times, its last value counts.
+This module replaces variables and arrays by their values. It does no arithmetic, and it does not check conditions. It
+reads every branch and every loop once, in the order of the script. If an option occurs several times, its last value
+counts.
 """
 
 import re
 import shlex
 
 LONGEST = 1 << 13
-"""Largest number of characters of a variable. Longer values are cut off."""
+"""Largest number of characters of a variable's value. Longer values are cut off."""
 WITHOUT_QUOTES = str.maketrans("\"'\n", "   ")
 ARRAY = re.compile(r"(\w\+?=)\(((?:[^()]|\$\([^()]*\)|\$\(\([^()]*\)\))*)\)")
 ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
@@ -26,8 +27,9 @@ def read_options(text: str) -> tuple[dict[str, str], list[str]]:
         text: The script.
 
     Returns:
-        The values of the options, and the conditions that were not checked. The names of the options have no leading
-        dashes. An option without a value is ``true``.
+        First, the value of each option, by the option's name without leading dashes. An option without a value is
+        ``true``. Second, a list with the conditions that were not checked, and with the values of options that later
+        values replace.
 
     Raises:
         ValueError: A quote is not closed.
@@ -54,7 +56,8 @@ def read_options(text: str) -> tuple[dict[str, str], list[str]]:
 
 
 def _replaced(text: str, variables: dict[str, str]) -> str:
-    """Replace the variables that the script has set. Everything else stays."""
+    """Replace each variable by the value that the script has set, or by its default in the text (``${NAME:-default}``).
+    A variable that has neither stays."""
 
     def value_of(match: re.Match[str]) -> str:
         value = variables.get(match[1] or match[3])

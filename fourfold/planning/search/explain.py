@@ -15,8 +15,9 @@ from fourfold.planning.workload import RECOMPUTE, SCHEDULES
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A layout that differs from the best layout by one ``change``. ``slower`` says how much longer its step takes, as
-    a fraction of the best layout's step. If the layout is refused, ``slower`` is None and ``reason`` says why."""
+    """A layout that differs from the best layout by one ``change``. ``slower`` says how much longer its step takes than
+    the best layout's step, as a fraction of the best layout's step. If the neighbor is refused, ``slower`` is None and
+    ``reason`` says why."""
 
     change: str
     slower: float | None
@@ -24,8 +25,8 @@ class Neighbor:
 
 
 def runner_up(plan: Plan) -> Prediction | None:
-    """Return the prediction for the fastest layout whose grid differs from the best layout's grid, or None if there is
-    none."""
+    """Return the prediction for the fastest layout whose grid differs from the best layout's grid. Return None if all
+    layouts that fit have the same grid."""
     best = plan.best.work
     work, order = plan.found.work, plan.found.order
     other = np.zeros(len(order), dtype=bool)
@@ -36,8 +37,8 @@ def runner_up(plan: Plan) -> Prediction | None:
 
 
 def waterfall(predictions: Sequence[Prediction]) -> dict[str, list[float]]:
-    """Return the seconds of each part of a step, with one entry per prediction. Parts that are 0 in all predictions are
-    skipped."""
+    """Return the seconds of each part of a step, by the part's name, as a list with one entry per prediction. Parts
+    that are 0 in all predictions are skipped."""
     rows = {part: [p.parts[part] for p in predictions] for part in PARTS}
     return {part: row for part, row in rows.items() if max(row) > 0}
 
@@ -107,7 +108,8 @@ def in_nodes(plan: Plan) -> list[Neighbor]:
     If the best layout's weight collectives run in one level, predict the layout with two levels (inside nodes, and
     across nodes). If they run in two levels, predict the layout with one level.
 
-    Return an empty list if no shard group has several ranks on each of several nodes, or if the change is illegal.
+    Return an empty list if the change is illegal, or if no shard group (ranks that shard the same weights) has several
+    ranks on each of several nodes.
     """
     work, machine = plan.best.work, plan.machine
     fast = max(machine.domain, machine.gpus_per_node)
@@ -131,8 +133,8 @@ def _beside(values: Sequence[Any], here: Any) -> Sequence[Any]:
 
 
 def _other_pipelines(here: dict[str, int]) -> list[tuple[dict[str, int], str]]:
-    """Return the changes from the current pipeline to the previous and to the next entry of ``space.PIPELINES``, each
-    with a text that describes the change."""
+    """Return the changes from the best layout's pipeline to the previous and to the next entry of ``space.PIPELINES``,
+    each with a text that describes the change."""
     pipelines = [(SCHEDULES.index(schedule), chunks) for schedule, chunks in PIPELINES]
     now = (here["schedule"], here["stages_per_rank"])
     if here["pp"] == 1 or now not in pipelines:
@@ -164,7 +166,7 @@ def explain(plan: Plan, factor: float, own: Prediction | None = None) -> dict[st
         plan: The plan.
         factor: The planner's error. If two predicted times differ by a smaller factor, the order of the layouts is
             uncertain.
-        own: The prediction for the run file's layout, to show next to the best layout. None if there is none.
+        own: The prediction for the user's own layout, to show next to the best layout. None shows no such layout.
     """
     second = runner_up(plan)
     shown = {"best": plan.best} | ({"runner_up": second} if second else {}) | ({"yours": own} if own else {})

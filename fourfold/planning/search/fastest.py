@@ -2,7 +2,7 @@
 
 The number of batch parts (``overlap.batch_parts``, the parts of a micro-batch that take turns) is the exception. Batch
 parts only hide communication over the tensor axes x and y, so the step time without this communication is a lower bound
-for any number of parts. The search tries several parts only for layouts whose bound could make them one of the fastest.
+for any number of parts. The search tries several parts only for layouts that could be among the fastest by this bound.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ RANKED = 400
 """The search is certain to find this many of the fastest layouts. Layouts below this rank may be missing, if they need
 several batch parts to be fast."""
 LAYER_PARTS = ("compute", "recompute", "x", "y", "z", "cp", "ep", "launch")
-"""Parts of a step that can get shorter if batch parts hide communication over x and y. (The bubble can get shorter
-too.)"""
+"""Parts of a step that make up the time of the layers. Batch parts can save at most the fraction of this time that x
+and y take. (They can shorten the pipeline's bubble by the same fraction.)"""
 COPIES = 0.95
 """If each batch part has one sequence, tokens need not be copied before and after collectives. Without these copies, a
 step still takes at least this fraction of its time."""
@@ -125,6 +125,11 @@ def search(
     """Evaluate all layouts of ``base`` on ``gpus`` GPUs.
 
     Args:
+        base: The model and its step.
+        machine: The machine.
+        constants: The planner's constants for the machine.
+        gpus: Number of GPUs.
+        limits: Limits of the search.
         watch: Called during the first round, with the number of evaluated layouts and the number of legal layouts.
 
     Raises:
@@ -176,7 +181,7 @@ def score(
     Args:
         work: The points.
         machine: The machine.
-        constants: The machine's constants.
+        constants: The planner's constants for the machine.
         reason: Why each point is illegal (``space.rejections``), [n]. 0 if it is legal.
         watch: Called with the number of evaluated points and the number of legal points.
     """
@@ -226,7 +231,7 @@ def evaluate(work: Workload, machine: Machine, constants: Constants) -> tuple[np
 def _candidates(work: Workload, scores: SearchScores) -> np.ndarray:
     """Return the indices of points that could be among the ``RANKED`` fastest if they had more batch parts.
 
-    They include points that do not fit, because more batch parts can reduce memory.
+    The result includes points that do not fit, because more batch parts can reduce memory.
     """
     may_fit = (scores.reason == 0) | ((scores.reason == OUT_OF_MEMORY) & (scores.p_oom < HOPELESS))
     limit = np.inf

@@ -26,7 +26,7 @@ CHOICES = {
     name: tuple(dict.fromkeys(map(text_of, getattr(EVERYTHING, field)))) for name, (field, text_of) in CHOICE_OF.items()
 }
 LARGEST_SIZE = 1 << 24
-"""Largest size in a limit."""
+"""Largest size of an axis or of a micro-batch that a limit can name."""
 SYNTAX = (
     "write it as x<=8 (only axes and ep), pp=1, micro_batch_size=1, batch_parts=2, zero=0, stages_per_rank=2, "
     "schedule=1F1B, cp_method=ring or recompute=full, or with several values, such as pp=1,2"

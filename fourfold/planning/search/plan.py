@@ -120,7 +120,7 @@ class Plan:
     ranked: list[Prediction]
     """The fastest layouts, best first."""
     found: Found
-    """All points of the search."""
+    """All layouts that the search has evaluated, with their scores."""
     machine: Machine
     constants: Constants
     gpus: int
@@ -185,10 +185,10 @@ def make_plan(
 
     Args:
         base: The model and its step.
-        machine: The machine.
+        machine: The machine to plan for.
         constants: The planner's constants for the machine (``constants_for``).
         gpus: Number of GPUs.
-        top: Number of layouts to return.
+        top: Largest number of layouts to return.
         limits: Limits of the search.
         watch: Called with the number of evaluated layouts and the number of legal layouts.
 

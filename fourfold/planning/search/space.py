@@ -114,7 +114,7 @@ def choices_of(base: Workload, grids: dict[str, np.ndarray], limits: SearchLimit
 
 
 def with_recomputes(choices: Workload, limits: SearchLimits) -> Workload:
-    """Return each layout with each recompute choice of the limits."""
+    """Return all combinations of a layout in ``choices`` and a recompute choice of the limits."""
     columns = {name: column for name, column in vars(choices.layout).items() if isinstance(column, np.ndarray)}
     modes, everies, offloads = zip(*limits.recomputes, strict=True)
     columns = _crossed(columns, {"recompute": modes, "recompute_every": everies, "offload": offloads})
@@ -160,7 +160,7 @@ def _sizes(work: Workload) -> Sizes:
     model, layout, step = work.model, work.layout, work.step
     numbers = (model.queries, model.keys, model.hidden_size, model.intermediate_size, model.padded_vocab_size,
                model.positions, step.seq_length, step.global_batch_size)  # fmt: skip
-    # Compute with 32-bit integers if they are large enough, because they are faster.
+    # Compute with 32-bit integers if all sizes fit into 32 bits, because these integers are faster.
     bits = np.int32 if max(int(np.max(number)) for number in numbers) < 2**31 else np.int64
     x, y, z, dp, cp, pp = (np.asarray(getattr(layout, axis), bits) for axis in AXES)
     # The rules are written for one layout at a time, but their operators also work on arrays.

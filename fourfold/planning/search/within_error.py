@@ -21,8 +21,8 @@ class WithinError:
     """The layouts whose predicted times are so close to the best layout's time that any of them may be the fastest."""
 
     factor: float
-    """If two predicted times differ by more than this factor, the measured times have the same order with a probability
-    of 95 %."""
+    """If two predicted times differ by more than this factor, the measured times have the predicted order with a
+    probability of 95 %."""
     count: int
     """Number of layouts that fit into memory and whose predicted time is below ``factor`` times the best layout's time.
     The best layout counts too."""

@@ -56,9 +56,10 @@ piece by piece."""
 class Kernel(NamedTuple):
     """A fused attention kernel.
 
-    - share: its rate relative to the machine's fastest kernel, for long sequences and a head_dim of 128.
-    - half: number of tokens at which it reaches half of its rate.
-    - narrow: its rate with heads narrower than 128, relative to its rate with a head_dim of 128.
+    - share: FLOP/s of the kernel divided by the FLOP/s of the machine's fastest kernel, for long sequences and a
+      head_dim of 128.
+    - half: number of tokens per sequence at which the kernel reaches half of its FLOP/s for long sequences.
+    - narrow: FLOP/s of the kernel with heads narrower than 128, divided by its FLOP/s with a head_dim of 128.
     """
 
     share: Number
@@ -72,9 +73,9 @@ def flash_seconds(flops: Number, seq: Number, head_dim: Number, *, rate: Number,
     Args:
         flops: Number of FLOPs in the forward pass.
         seq: Number of tokens in a sequence.
-        head_dim: Size of a head.
+        head_dim: Number of channels per head.
         rate: FLOP/s of the machine's fastest kernel for long sequences.
-        kernel: The kernel.
+        kernel: Speed of the kernel, relative to the machine's fastest kernel.
     """
     width = np.where(head_dim < 128, kernel.narrow, 1.0)
     return flops * (seq + kernel.half) / (seq * rate * kernel.share * width)
@@ -90,7 +91,7 @@ def unfused_seconds(
 
     Args:
         scores: Number of scores: sequences · heads · queries · keys.
-        head_dim: Size of a head.
+        head_dim: Number of channels per head.
         rate: FLOP/s of matmuls.
         bandwidth: Memory bandwidth in bytes per second.
         moved_per_score: Bytes that the kernels between the matmuls move per score.
@@ -105,7 +106,7 @@ def capped_seconds(scores: Number, width: Number, *, rate: Number, bandwidth: Nu
 
     Args:
         scores: Number of scores: sequences · heads · queries · keys.
-        width: Size of a head.
+        width: Number of channels per head.
         rate: FLOP/s of matmuls.
         bandwidth: Memory bandwidth in bytes per second.
     """

@@ -53,7 +53,7 @@ def _zero_bubble(
     pp: Number, stages_per_rank: Number, micro_batches: Number, missing: Number, forward: Number, inputs: Number,
     weights: Number,
 ) -> Number:  # fmt: skip
-    """Return the bubble of the interleaved zero-bubble schedule.
+    """Return the bubble of the interleaved zero-bubble schedule. F, I, W, p, and v are as in ``bubble_seconds``.
 
     A rank is idle in p − 1 gaps. A gap lasts 1/v of the largest of F + I − W, F, and I. If there are fewer than p
     micro-batches, a part of the missing micro-batches' work is added.
@@ -69,7 +69,7 @@ def _zero_bubble(
 
 
 def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number, weights: Number) -> Number:
-    """Return the bubble of the V-shaped zero-bubble schedule.
+    """Return the bubble of the V-shaped zero-bubble schedule. F, I, W, and p are as in ``bubble_seconds``.
 
     With 2p or more micro-batches, a rank is idle in p − 1 gaps. The length of a gap depends on the longest of F, I, and
     W for half of the rank's layers, and on their differences. With fewer micro-batches, the bubble is the time that the
@@ -84,7 +84,7 @@ def _v_shaped(pp: Number, micro_batches: Number, forward: Number, inputs: Number
 
 
 def transfer_seconds(size: Number, gpus: Number, machine: Machine, constants: Constants) -> Number:
-    """Return the seconds of sending activations to the next stage.
+    """Return the seconds that a pipeline stage needs to send activations to the next stage.
 
     We assume that the transfer crosses the network, because the slowest hop sets the pace. If the job fits into one
     node or domain, the transfer uses the links inside it.
@@ -92,8 +92,8 @@ def transfer_seconds(size: Number, gpus: Number, machine: Machine, constants: Co
     Args:
         size: Bytes to send.
         gpus: Number of GPUs of the job.
-        machine: The machine.
-        constants: The machine's constants.
+        machine: Bandwidths and latencies of the machine's links.
+        constants: How close transfers get to these bandwidths and latencies.
     """
     inside = gpus <= np.maximum(machine.domain, machine.gpus_per_node)
     outside = constants.inter * machine.node / machine.gpus_per_node

@@ -11,11 +11,11 @@ from fourfold.planning.machines.machine import Machine
 
 
 class RankGroup(NamedTuple):
-    """A group of ranks that communicate.
+    """A group of ranks that communicate. A *domain* is a set of nodes that fast links connect (NVL72).
 
-    - size: number of ranks.
-    - inside: number of ranks in one node (or domain of several nodes).
-    - nodes: number of nodes (or domains).
+    - size: number of ranks in the group.
+    - inside: number of the group's ranks in one node, or in one domain.
+    - nodes: number of nodes, or of domains, that the group's ranks are in.
     - bandwidth: bytes per second of the slowest link.
     - ring, tree: total latency of the steps of a ring, or of a tree, in seconds.
     - base: seconds of latency per collective, in addition to its steps.
@@ -33,7 +33,7 @@ class RankGroup(NamedTuple):
 
 
 def group_of(size: Number, stride: Number, machine: Machine, constants: Constants) -> RankGroup:
-    """Return a group of ranks that communicate. Consecutive ranks fill one node after another.
+    """Return the size, bandwidth, and latencies of a group of ranks. Consecutive ranks fill one node after another.
 
     All groups of an axis communicate at the same time. The groups that have ranks in a node and also in other nodes
     share the node's adapters equally (AxoNN, arXiv 2502.08145, section V-C). All ranks that a group has in one node use
@@ -42,8 +42,8 @@ def group_of(size: Number, stride: Number, machine: Machine, constants: Constant
     Args:
         size: Number of ranks in the group.
         stride: Distance in ranks between neighbors in the group.
-        machine: The machine.
-        constants: The machine's constants.
+        machine: Bandwidths and latencies of the machine's links.
+        constants: How close collectives get to these bandwidths and latencies.
     """
     fast = np.maximum(machine.domain, machine.gpus_per_node)
     inside = np.clip(np.floor(fast / stride), 1, size)
@@ -82,8 +82,8 @@ def gather_seconds(size: Number, count: Number, group: RankGroup) -> Number:
 
 
 class ShardGroup(NamedTuple):
-    """A group of ranks that shard weights. If ``in_levels`` is set, its collectives run in two levels, over the ranks
-    ``inside`` a node and then ``across`` nodes. Otherwise, they run over the ``whole`` group."""
+    """A group of ranks that shard weights. If ``in_levels`` is set, each collective runs in two levels: over the ranks
+    ``inside`` a node, and then ``across`` nodes. Otherwise, it runs over the ``whole`` group at once."""
 
     whole: RankGroup
     inside: RankGroup
@@ -101,8 +101,8 @@ def shard_group_of(
         size: Number of ranks in the group.
         stride: Distance in ranks between neighbors in the group.
         per_node: Number of the group's ranks per node.
-        machine: The machine.
-        constants: The machine's constants.
+        machine: Bandwidths and latencies of the machine's links.
+        constants: How close collectives get to these bandwidths and latencies.
     """
     whole = group_of(size, stride, machine, constants)
     in_levels = (np.asarray(per_node) > 1) & (per_node < size)
@@ -113,7 +113,8 @@ def shard_group_of(
 
 
 def shard_seconds(size: Number, count: Number, group: ShardGroup) -> Number:
-    """Return ``gather_seconds`` for a shard group.
+    """Return the seconds of ``count`` all-gathers or reduce-scatters of a shard group. Their gathered tensors have
+    ``size`` bytes in total.
 
     With two levels, two rings run one after the other: one over the ranks of a node, and one across nodes for each
     rank's share (PCCL, arXiv 2504.18658).

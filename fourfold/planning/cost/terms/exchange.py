@@ -19,7 +19,8 @@ def exchange_seconds(
     them sets the time.
 
     Args:
-        size: Bytes of all tokens of a rank.
+        size: Bytes of all tokens of a rank, counting each token once.
+        copies: Mean number of experts that each token is sent to.
         once: Whether a token with several copies on one node is sent only once over the network, and once to each rank
             on that node (DeepEP, github.com/deepseek-ai/DeepEP). Otherwise it is sent once per copy.
     """
@@ -29,8 +30,8 @@ def exchange_seconds(
     to_ranks = np.where(once, ranks * _share_reached(copies, ranks), copies)
     to_nodes = np.where(once, group.nodes * _share_reached(copies, group.nodes), copies)
     inside = size * to_ranks * (1 - 1 / group.inside) / near
-    # With ``once``, every token that arrives at a node also travels inside the node. Otherwise, only copies whose
-    # sender is on the same node use the links inside the node.
+    # With ``once``, every token that arrives at a node also uses the links inside the node. Otherwise, only copies
+    # whose sender is on the same node use the links inside the node.
     inside = np.where(once, inside, inside * group.inside / ranks)
     outside = size * to_nodes * (1 - group.inside / ranks) / far
     hops = np.log2(group.inside) * machine.intra_hop + (group.nodes - 1) * machine.inter_hop

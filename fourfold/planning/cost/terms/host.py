@@ -40,7 +40,8 @@ ROUTER_KERNELS = 25.0
 """Number of kernels that a router launches in eager PyTorch, in each direction: scores, choice, weights, counts,
 sorting, gathering, and summing rows."""
 GROUPED_KERNELS = 4.0
-"""Number of kernels of the grouped matmuls and of the activation between them, if one kernel computes all experts."""
+"""Number of kernels that the matmuls and the activation of all experts launch in the forward pass, if each of these
+kernels computes all experts at once."""
 KERNELS_OF_AN_EXPERT, BACKWARD_KERNELS_OF_AN_EXPERT = 2.0, 4.0
 """Number of matmuls per expert in the forward pass and in the backward pass, if each matmul is launched separately
 (Transformer Engine's GroupedLinear)."""
@@ -60,10 +61,10 @@ def expert_launches(
 
     Args:
         experts: Number of experts on the rank.
-        grouped: Whether one kernel computes all experts.
+        grouped: Whether each matmul is one kernel for all experts of the rank.
         fused: Whether the router's operations are fused.
         in_8: Whether the experts' matmuls run in 8 bits.
-        collectives: Number of collectives per direction.
+        collectives: Number of collectives in each of the two passes.
     """
     shared = ROUTER_KERNELS * np.where(fused, FUSED_SHARE, 1.0) + COLLECTIVE_KERNELS * collectives
     each = experts * (1 + np.where(in_8, FLOAT8_KERNELS, 0.0))

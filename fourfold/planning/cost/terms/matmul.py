@@ -16,8 +16,8 @@ TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.80))
 come from the guide's measurements on an A100."""
 
 PROLOGUE = 128.0
-"""The time to set up a tile and to write its result, in steps along the inner dimension. It is the time of two to four
-iterations, with 32 or 64 steps each."""
+"""The time to set up a tile and to write its result, in steps along the inner dimension. A kernel needs the time of two
+to four iterations for this, with 32 or 64 steps each."""
 
 
 def matmul_seconds(

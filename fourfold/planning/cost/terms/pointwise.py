@@ -1,6 +1,7 @@
 """Count the bytes moved by memory-bound operations: norms, residuals, activations, rotary embeddings, and copies.
 
-A *pass* reads or writes a full tensor once.
+A *pass* reads or writes a full tensor once. A token has one *row* for each expert that it is routed to. *Routing
+weights* are the router's factors for the outputs of these experts.
 """
 
 import numpy as np
@@ -11,9 +12,10 @@ from fourfold.planning.array_fields import Flag, Number
 # forward pass.
 RESIDUAL_PASSES = 12.0
 """Passes over the residual stream: two norms (one read and one write each), two residual sums (two reads and one write
-each), and one copy of the two outputs."""
+each), and copies of the outputs of attention and MLP (two passes)."""
 FUSED_RESIDUAL_PASSES = 8.0
-"""Passes over the residual stream if a norm and a residual sum are one kernel each."""
+"""Passes over the residual stream if each norm is fused with a residual sum into one kernel (two reads and two
+writes)."""
 HEAD_PASSES = 4.0
 """Passes over queries, keys, and values to rotate them or add biases, and to reorder them for the attention."""
 PLAIN_TURNS = 8.0
@@ -21,7 +23,7 @@ PLAIN_TURNS = 8.0
 multiplications, a negation, a concatenation, and a sum (Megatron-DeepSpeed, and Hugging Face in bf16)."""
 GELU_PASSES, GATED_PASSES = 4.0, 5.0
 """Passes over tensors of the MLP's inner width. Without a gate, bias and activation are two operations. With a gate,
-the tensors are gate, up, their product, and the sigmoid."""
+the tensors are gate, up, their product, and the sigmoid of gate."""
 FUSED_INNER_PASSES = 2.5
 """Passes over tensors of the MLP's inner width if bias, activation, and gate are fused."""
 BACKWARD = 1.5
@@ -43,11 +45,11 @@ input and the gradient of its weight. Each computation reads the input and the o
 writes its result.
 """
 OWN_CHAINS = 10.0, 48.0
-"""Passes over the residual stream by two RMSNorms that are chains of operations (``parallel.tensor.norm``) with a
-sum over y in between."""
+"""Passes over the residual stream by two RMSNorms that run as chains of separate operations (``parallel.tensor.norm``),
+with a sum over y in between."""
 OWN_LAYER_CHAINS = 30.0, 76.0
-"""Passes over the residual stream by two LayerNorms that are chains of operations. A LayerNorm has two statistics,
-which are computed in higher precision."""
+"""Passes over the residual stream by two LayerNorms that run as chains of separate operations. A LayerNorm has two
+statistics, which are computed in higher precision."""
 OWN_HEAD_NORMS = 13.0, 20.0
 """Passes over queries and keys by their norms. Each norm converts them to 32 bits, runs its kernel, and multiplies the
 result by the weight in 16 bits."""
@@ -63,13 +65,14 @@ OWN_GELU = 2.0, 3.0
 """Passes over tensors of the MLP's inner width for GELU."""
 OWN_BIASES = 2.0, 1.0
 """Passes over outputs that a bias is added to. The backward pass only reads the output's gradient, because the gradient
-of the bias is a sum over it."""
+of the bias is the sum of this gradient over tokens."""
 
 SCORE_PASSES, FUSED_SCORE_PASSES = 8.0, 2.0
-"""Passes over the router's scores in fp32, for softmax, the choice of experts, and sums."""
+"""Passes over the router's scores in fp32, for softmax, the choice of experts, and sums: with separate operations, and
+with fused operations."""
 ROW_PASSES = 4.0
 """Passes over the rows of a rank's tokens. The forward pass gathers the rows before it sends them, and sums them with
-weights when they return. The backward pass does the reverse."""
+their routing weights when they return. The backward pass does the reverse."""
 SORT_PASSES = 4.0
 """Passes over the rows of a rank's experts if it has several experts: sort the rows by expert, and restore their
 order."""
@@ -82,15 +85,15 @@ tile size, and remove the padding."""
 ROUNDING_PASSES = 2.0
 """Passes over a 16-bit operand of a matmul to round it to 8 bits, once by rows and once by columns."""
 EXPERT_BIAS_PASSES = 6.0, 8.0
-"""Passes over the rows of a rank's experts to add biases to the experts' outputs, one expert at a time, in
-Megatron-LM (_apply_bias in megatron/core/transformer/moe/experts.py). The forward writes the bias times the router's
-weights, adds it (two reads and one write), and concatenates the experts' outputs (one read and one write). The backward
-concatenates the gradients. For the gradients of biases and of weights, it also writes a product (one read and one
-write) and sums it."""
+"""Passes over the rows of a rank's experts to add biases to the experts' outputs, one expert at a time, in Megatron-LM
+(_apply_bias in megatron/core/transformer/moe/experts.py). The forward writes the bias times the routing weights, adds
+it (two reads and one write), and concatenates the experts' outputs (one read and one write). The backward concatenates
+the gradients. For the gradients of biases and of routing weights, it also writes a product (one read and one write) and
+sums it."""
 EXPERT_GATE_PASSES = 3.0, 6.0
 """Passes over tensors of the experts' inner width in frameworks other than fourfold. The forward pass reads gate and
-up, and writes silu(gate) · up times the router's weights. The backward pass reads the product's gradient, gate, and up,
-writes their gradients, and computes the product again for the gradients of the router's weights."""
+up, and writes silu(gate) · up times the routing weights. The backward pass reads the product's gradient, gate, and up,
+writes their gradients, and computes the product again for the gradients of the routing weights."""
 
 
 def others_bytes(
@@ -117,14 +120,15 @@ def own_bytes(
     residual: Number, turned: Number, normed: Number, biased: Number, inner: Number, *,
     gated: Flag, fused: Flag, core_fused: Flag, chains: Flag, layer_norm: Flag,
 ) -> tuple[Number, Number]:  # fmt: skip
-    """Return the bytes that one block moves in forward and backward in fourfold.
+    """Return the bytes that one block moves in forward and backward in fourfold. The arguments that are not listed are
+    as in ``others_bytes``.
 
     Args:
-        turned: Bytes of the channels that rotary embeddings rotate.
         normed: Bytes of the queries and keys that norms read. 0 without such norms.
         biased: Bytes of the outputs that biases are added to.
         core_fused: Whether one kernel computes the norms and the rotary embeddings of queries and keys.
         chains: Whether the norms of the residual stream are chains of separate operations.
+        layer_norm: Whether norms are LayerNorm instead of RMSNorm.
     """
 
     def passes(direction: int) -> Number:
@@ -154,9 +158,9 @@ def expert_bytes(
 
     Args:
         scores: Bytes of the router's scores.
-        sent: Bytes of the rows of a rank's tokens.
-        here: Bytes of the rows of the rank's experts.
-        inner: Bytes of the same rows inside the experts, where a row has the expert's inner width.
+        sent: Bytes of the rows that a rank sends. A token has one row for each expert that it is routed to.
+        here: Bytes of the rows that the rank's experts read.
+        inner: Bytes of the rows of ``here`` inside the experts. There, each row has the expert's inner width.
         is_own: Whether the framework is fourfold.
         fused: Whether pointwise operations are fused.
         in_8: Whether matmuls run in 8 bits.
