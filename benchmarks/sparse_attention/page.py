@@ -73,8 +73,10 @@ def defaults_table(results: Results, lengths: Sequence[int], solved: Mapping[int
         cells = []
         for task in TASKS:
             found, dense = (results.mean(method, 1.0, length, [task]) for method in (DEFAULTS, "dense"))
-            is_solved = task in solved[length] and found is not None and dense is not None
-            cells.append(f"{100 * found.mean / dense.mean:.0f} %" if is_solved else MISSING)
+            if task not in solved[length] or found is None or dense is None:
+                cells.append(MISSING)
+            else:
+                cells.append(f"{100 * found.mean / dense.mean:.0f} %")
         rows.append([f"{length:,}", f"{100 * results.shares[DEFAULTS, 1.0, length]:.1f} %", *cells])
     return table(["tokens", "bytes", *TASKS], rows)
 

@@ -13,7 +13,7 @@ from fourfold.config.run import RunConfig
 from fourfold.errors import UserError
 from fourfold.huggingface.architectures.config_json import QUANTIZED, model_of, read_config
 from fourfold.planning.other_programs.other_run import OtherRun, read_other_run
-from fourfold.planning.run_workload import check_predicted, workload_of, workload_of_model
+from fourfold.planning.run_workload import workload_of, workload_of_model
 from fourfold.planning.search.space import LIMITED, MOST_GPUS
 from fourfold.planning.workload import OPTIMIZERS, Workload
 from fourfold.run_file.load import load_run
@@ -106,7 +106,6 @@ def request_from_options(
         sizes, name, note = _load_model(model, precision or "bf16")
         seq = seq or min(sizes.max_position_embeddings, LONGEST_DEFAULT)
         batch = batch or max(1, round(STEP_TOKENS / seq / gpus)) * gpus
-        check_predicted(sizes)
         base = workload_of_model(sizes).but(seq_length=seq, global_batch_size=batch)
     changes: dict[str, int] = {}
     changes |= {"seq_length": seq} if seq else {}
@@ -154,7 +153,6 @@ def request_from_other(path: Path, model: str | None, given: Mapping[str, object
     other = read_other_run(path, columns, _load_model(model, "bf16")[0] if model else None)
     row, sizes, step = other.row, other.model, other.own.work.step
     _check_counts(row.gpus, row.seq_len, row.global_batch)
-    check_predicted(sizes)
     changes = {name: int(getattr(step, name)) for name in ("seq_length", "global_batch_size", "bits", "optimizer")}
     base = workload_of_model(sizes).but(**changes)
     precision = "fp8" if row.precision == "mxfp8" else row.precision

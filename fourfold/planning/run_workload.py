@@ -66,22 +66,12 @@ def workload_of_model(model: ModelConfig) -> Workload:
     return Workload(model_shape(model), Layout(end_layers=_end_layers(model)))
 
 
-def check_predicted(model: ModelConfig) -> None:
-    """Raise ``UserError`` if the model has multi-token prediction, because the planner does not model it."""
-    if model.num_nextn_predict_layers:
-        raise UserError(
-            f"model.num_nextn_predict_layers = {model.num_nextn_predict_layers}: the planner does not predict "
-            "multi-token prediction; `fourfold trace` counts its memory and collectives"
-        )
-
-
 def workload_of(run: RunConfig) -> Workload:
     """Return the workload of one step of a run.
 
     Raises:
-        UserError: The run uses LoRA, DPO, or multi-token prediction, which the planner does not model.
+        UserError: The run uses LoRA or DPO, which the planner does not model.
     """
-    check_predicted(run.model)
     if run.lora.rank:
         raise UserError(
             f"lora.rank = {run.lora.rank}: the planner does not predict LoRA, but `fourfold trace` counts its memory "

@@ -1,5 +1,5 @@
-"""The planner's memory peak equals the trace's peak for mixtures, for DeepSeek's latent attention, and for models with
-linear attention, on every rank of the pipeline."""
+"""The planner's memory peak equals the trace's peak for mixtures, for DeepSeek's latent attention, for models with
+linear attention, and with multi-token prediction, on every rank of the pipeline."""
 
 from __future__ import annotations
 
@@ -30,6 +30,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
     },
+    "deepseek, one token further": {
+        "preset": "deepseek-v3",
+        "num_experts": 16,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_nextn_predict_layers": 1,
+    },
+    "llama, two tokens further": {"preset": "llama3-8b", "num_nextn_predict_layers": 2},
+    "gpt-oss, one token further": {"preset": "gpt-oss-20b", "num_experts": 16, "num_nextn_predict_layers": 1},
     "hybrid": {"preset": "qwen3.5-9b"},
     "hybrid mixture": {"preset": "qwen3-next-80b-a3b", "num_experts": 32},
 }
@@ -43,6 +53,7 @@ OFTEN: list[Case] = [
     ("deepseek", 2, {"z": 4, "zero": 2, "ep": 4}, "none", 2048, 2, 1, {}),
     ("gpt-oss", 4, {"z": 2, "dp": 4}, "selective", 1024, 1, 1, {}),
     ("hybrid", 4, {"z": 2, "dp": 4, "zero": 1}, "selective", 512, 2, 1, {}),
+    ("deepseek, one token further", 3, {"z": 4, "ep": 4}, "full", 2048, 1, 2, {}),
     # More ranks shard the experts than a rank has experts.
     ("deepseek dense twice", 3, {"z": 4, "dp": 4, "cp": 2, "zero": 2, "ep": 2}, "none", 1024, 1, 2, {}),
 ]
@@ -62,6 +73,15 @@ SELDOM: list[Case] = [
     ("deepseek", 4, {}, "full", 4096, 1, 2, {}),
     ("deepseek", 4, TWO_STAGES | {"z": 4, "ep": 2}, "full", 512, 1, 2, {}),
     ("deepseek", 4, {"z": 4, "dp": 2, "zero": 3, "ep": 2}, "none", 4096, 2, 2, HALF),
+    ("deepseek, one token further", 3, {"pp": 2, "z": 2, "ep": 2}, "full", 1024, 1, 2, {}),
+    ("gpt-oss, one token further", 4, {"z": 2, "dp": 2, "zero": 1, "ep": 2}, "full", 1024, 1, 2, {}),
+    ("llama, two tokens further", 4, {}, "full", 1024, 1, 2, {}),
+    ("llama, two tokens further", 4, {"z": 2, "cp": 2}, "none", 2048, 1, 2, {}),
+    ("llama, two tokens further", 4, {"x": 2, "y": 2}, "selective", 1024, 2, 1, {}),
+    ("llama, two tokens further", 4, {"dp": 4, "zero": 1}, "full", 1024, 1, 2, HALF),
+    ("llama, two tokens further", 4, {"dp": 4, "zero": 3}, "none", 1024, 1, 1, {}),
+    ("llama, two tokens further", 4, {"z": 2, "pp": 2, "schedule": "GPipe"}, "full", 1024, 1, 4, {}),
+    ("llama, two tokens further", 4, {"y": 2, "pp": 2}, "none", 1024, 1, 2, {}),
     ("hybrid", 4, {"dp": 4, "zero": 1}, "full", 512, 2, 2, {}),
     ("hybrid", 4, {"z": 2, "dp": 2, "cp": 2, "zero": 2}, "none", 512, 1, 2, {}),
     ("hybrid", 4, {"y": 2, "cp": 2}, "selective", 512, 2, 2, {"precision": "fp32"}),

@@ -21,7 +21,6 @@ from fourfold.data.loader import document_ends, shifted
 from fourfold.errors import UserError
 from fourfold.models.initialize import initialize
 from fourfold.models.transformer import Transformer, parameter_shapes
-from fourfold.planning.run_workload import workload_of
 from fourfold.training.flops import flops_per_token
 
 TWO = {"num_nextn_predict_layers": 2}
@@ -208,8 +207,3 @@ def test_what_does_not_work_with_multi_token_prediction_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=sentence):
         check_layout(tiny_run(LLAMA | TWO | model, grid, **sections))
-
-
-def test_the_planner_refuses_multi_token_prediction() -> None:
-    with pytest.raises(UserError, match="the planner does not predict multi-token prediction"):
-        workload_of(run_of())

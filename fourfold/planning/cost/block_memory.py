@@ -318,13 +318,6 @@ def kept_by_micro_batch(work: Workload, layers: Number, block: BlockBytes) -> Nu
     return stage + kept_and_in_backward(work, layers, block)[0]
 
 
-def kept_by_prediction(work: Workload) -> Number:
-    """Return the bytes that a prediction layer saves in addition to its block: the embeddings, the inputs of both
-    projections, and the input of its output norm."""
-    p = tensor_bytes(work)
-    return 4 * p.residual + 3 * p.statistics
-
-
 def inputs_and_kept_weights(work: Workload, layers: Number, has_embedding: Flag) -> Number:
     """Return the bytes of the step's inputs, plus the bytes of the weights that a rank with ``layers`` blocks holds
     between forward and backward pass (``kept_weights``)."""

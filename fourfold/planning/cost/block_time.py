@@ -332,9 +332,8 @@ def _gate_sum(work: Workload, group: RankGroup) -> Number:
 def _head(
     work: Workload, rates: Rates, x_group: RankGroup, y_group: RankGroup
 ) -> tuple[Number, Number, Number, Number]:
-    """Return four numbers of seconds: computation, communication over x, and communication over y of head and loss, and
-    the total time of the embedding. All of them include the forward and the backward pass. The time of the head
-    includes the prediction layers' projections and their calls of the head."""
+    """Return four numbers of seconds for both passes: computation, communication over x, and communication over y of
+    head and loss (with those of prediction layers, and their projections), and the total time of the embedding."""
     model, layout, step = work.model, work.layout, work.step
     tokens, columns, hidden = work.tokens, model.padded_vocab_size / layout.x, model.hidden_size / layout.y
     matmuls = sum(linear_seconds(tokens, hidden, columns, step.item_bytes, rates, rates.head))
@@ -347,6 +346,5 @@ def _head(
     over_x = gather_seconds(2 * residual, 2, x_group)
     over_y = gather_seconds(2 * step.item_bytes * tokens * columns, 2, y_group)
     embedding = 6 * residual / rates.bandwidth + gather_seconds(2 * residual, 2, x_group)
-    calls = 1 + model.predictions
-    projections = model.projection_weights / (model.padded_vocab_size * model.hidden_size) * matmuls
-    return calls * (matmuls + loss) + projections, calls * over_x, calls * over_y, embedding
+    calls, projections = 1 + model.predictions, model.projection_weights / (model.padded_vocab_size * model.hidden_size)
+    return (calls + projections) * matmuls + calls * loss, calls * over_x, calls * over_y, embedding

@@ -139,9 +139,12 @@ def exposed_gradient_sum(work: Workload, constants: Constants, sending: Number, 
 
 
 def exposed_pp(work: Workload, machine: Machine, constants: Constants) -> Number:
-    """Return the exposed seconds of communication over pp. For each micro-batch, stages send activations and gradients
-    to each other. If the first and the last rank both have a copy of the embedding, they also sum its gradients once per
-    step. The last rank has a copy if the embedding is also the head, or if prediction layers read it."""
+    """Return the exposed seconds of communication over pp.
+
+    For each micro-batch, stages send activations and gradients to each other. If the first and the last rank both have
+    a copy of the embedding, they also sum its gradients once per step. The last rank has a copy if the embedding is
+    also the head, or if prediction layers read it.
+    """
     model, layout, step = work.model, work.layout, work.step
     size = step.item_bytes * work.tokens * model.hidden_size / (layout.x * layout.y)
     one = transfer_seconds(size, layout.gpus, machine, constants)

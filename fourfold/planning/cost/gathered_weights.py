@@ -51,7 +51,7 @@ def tables_of(work: Workload, rank: Number) -> Tables:
     is_shared = first & np.asarray(model.tie_word_embeddings, bool) & (layout.pp == 1)
     embedding, head = (np.where(has_one, model.padded_vocab_size * width, 0) for has_one in (first, last))
     positions = np.where(first, model.positions * width, 0)
-    copies = np.greater(model.predictions, 0) & ~first & ~np.asarray(model.tie_word_embeddings, bool)
+    copies = np.greater(model.predictions, 0) & (layout.pp > 1)
     # Each rank of x has a copy of the projections.
     projections = model.projection_weights / layout.y
     for_predictions = np.where(last, projections + np.where(copies, head, 0), 0)
@@ -134,9 +134,8 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
     of_stage = np.ceil(layers / work.layout.stages_per_rank)
     gathered = np.minimum(1 + work.program.prefetch + work.parts_cross_blocks, of_stage)
     first, last = _bytes_of_block(first_block(work)), _bytes_of_block(last_block(work))
-    predicts = np.greater(work.model.predictions, 0) & tables.is_last
-    one_prediction = work.model.projection_weights / np.maximum(work.model.predictions, 1) / work.layout.y
-    projections = np.where(predicts & is_freed, copy * one_prediction, 0)
+    predicts = tables.is_last & np.greater(work.model.predictions, 0)
+    projections = np.where(predicts & is_freed, copy * 2 * work.model.prediction_width**2 / work.layout.y, 0)
     if has_dense_first(work):
         dense, sparse = (_bytes_of_block(kind) for kind in kinds_of_blocks(work))
         share, in_block = dense_share(work), once
@@ -151,10 +150,11 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
     own_head = np.where(sharded, item * tables.own_head, 0)
     # If weights are gathered once per step, the buffer of the last all-gather is still in memory.
     buffer = np.where(np.greater(tables.own_head, 0), own_head, last[1] * sharded)
-    # If all forward passes come first, only the first micro-batch gathers the head. With prediction layers, the last
-    # all-gather before the head is the one of the last prediction layer.
-    is_gathered = np.greater(tables.own_head, 0) & ~(work.layout.forwards_first & ~single) & ~predicts
+    # If all forward passes come first, only the first micro-batch gathers the head.
+    is_gathered = np.greater(tables.own_head, 0) & ~(work.layout.forwards_first & ~single)
     in_head = np.where(is_gathered, once + 2 * own_head, one + own_head)
+    # Prediction layers run between the all-gather of the head and the loss.
+    in_head = np.where(predicts, once + own_head + _last_gathered(work, last, projections), in_head)
     # In the last backward pass, weights that are gathered once per step are freed too.
     left = once - kept - np.where(is_freed, 0, copy * tables.own_head) + sum(first)
     left = np.where(_frees_in_last_backward(work), left, np.where(is_freed, once + first[0], in_block))
@@ -167,6 +167,16 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
         np.where(is_freed, one, in_block),
         np.where(is_freed, 0, left),
     )
+
+
+def _last_gathered(work: Workload, last: tuple[Number, Number], projections: Number) -> Number:
+    """Return the bytes of the last all-gather of a prediction layer: all its weights, or only its experts if they are
+    gathered separately. ``last`` is the result of ``_bytes_of_block`` for the rank's last block."""
+    if not has_experts(work):
+        return last[0] + projections
+    others = _copy_bytes(work) * last_block(work).block_weights / (work.layout.x * work.layout.y)
+    of_experts = last[0] - others + np.where(is_sharded(states_of_experts(work)), last[1], 0)
+    return np.where(has_own_shards(work) & is_freed_after_use(work), of_experts, last[0] + projections)
 
 
 def first_block(work: Workload) -> Workload:

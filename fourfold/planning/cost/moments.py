@@ -5,7 +5,6 @@ gradients at the end of the unit's backward pass. For the sum, it copies the gra
 buffer until it sums the gradients of the next unit.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +16,6 @@ from fourfold.planning.cost.block_memory import (
     inputs_and_kept_weights,
     kept_and_in_backward,
     kept_by_micro_batch,
-    kept_by_prediction,
 )
 from fourfold.planning.cost.expert_sizes import has_experts, states_of_experts
 from fourfold.planning.cost.gathered_weights import (
@@ -32,6 +30,7 @@ from fourfold.planning.cost.gathered_weights import (
     kept_weights,
     last_block,
 )
+from fourfold.planning.cost.predictions import kept_by_predictions, predicts, received_copy, with_predictions
 from fourfold.planning.cost.stage_split import in_flight
 from fourfold.planning.workload import Workload
 
@@ -139,7 +138,7 @@ def moments_of(
         copied: Bytes of the copies that the optimizer step makes.
     """
     held, complete = (np.where(work.program.offloads_optimizer, 0, size) for size in gradients)
-    block = _with_predictions(work, block, tables)
+    block = with_predictions(work, block, tables)
     memory = _memory_of(work, rank, layers, block, tables, held)
     weights = gathered_weights(work, layers, tables)
     # The optimizer step casts replicated gradients one by one. During the last and largest cast, the gradient of the
@@ -148,27 +147,8 @@ def moments_of(
     return PeakMoments(
         _in_head(memory, weights),
         [*_in_blocks(memory, weights), *_in_embedding(memory, weights.at_end)],
-        Moment(complete, weights.at_end, np.maximum(copied + cast, _received_copy(work, tables))),
+        Moment(complete, weights.at_end, np.maximum(copied + cast, received_copy(work, tables))),
     )
-
-
-def _with_predictions(work: Workload, block: BlockBytes, tables: Tables) -> BlockBytes:
-    """Return the bytes of a block and of the head on this rank. Each prediction layer calls the head once more, before
-    the model's own call. The tensors of all calls stay in memory until the backward pass."""
-    calls = np.where(tables.is_last, work.model.predictions, 0)
-    return replace(block, head=block.head + calls * block.head_kept, head_kept=(1 + calls) * block.head_kept)
-
-
-def _received_copy(work: Workload, tables: Tables) -> Number:
-    """Return the bytes of the other rank's gradient of the embedding. If the first and the last rank both have a copy
-    of the embedding, they send each other its gradient after the backward pass."""
-    layout, step = work.layout, work.step
-    copies = (np.asarray(work.model.tie_word_embeddings, bool) | np.greater(work.model.predictions, 0)) & (
-        layout.pp > 1
-    )
-    has_one = copies & (tables.is_first | tables.is_last) & ~np.asarray(layout.v_shaped, bool)
-    received = np.maximum(tables.embedding, tables.head) * np.maximum(step.reduce_bytes, step.weight_bytes)
-    return np.where(has_one & np.asarray(work.program.is_fourfold, bool), received / layout.shards, 0)
 
 
 def _memory_of(
@@ -179,8 +159,7 @@ def _memory_of(
     # If all forward passes come first, the head's tensors of all earlier micro-batches wait for their backward pass. In
     # all other schedules, the head's backward directly follows its forward.
     waits = np.where(tables.is_last & (layout.pp > 1) & layout.forwards_first, block.head_kept, 0)
-    predictions = np.where(tables.is_last, work.model.predictions, 0) * kept_by_prediction(work)
-    kept = kept_by_micro_batch(work, layers, block) + waits + predictions
+    kept = kept_by_micro_batch(work, layers, block) + waits + kept_by_predictions(work, tables)
     fixed = inputs_and_kept_weights(work, layers, tables.is_first) - waits
     fixed = fixed + np.where(work.program.unused_gradients, work.step.item_bytes * block.entries, 0)
     # If all micro-batches of the step are in flight, the first backward pass begins without gradients. The second
@@ -212,7 +191,11 @@ def _in_head(memory: RankMemory, weights: GatheredWeights) -> list[Moment]:
     in_backward = weights.after_head + np.where(is_freed_after_use(work), item * tables.own_head, 0)
     # The head's gradient for this micro-batch, unless the matmul adds it directly to the summed gradients.
     gradient = np.where(work.program.fuses_accumulation, 0, item * tables.head)
-    backward = block.head_kept + block.full + gradient
+    # If no head runs forward between two backward passes, the buffer of the earlier pass's last sum is still in memory.
+    # With prediction layers in a pipeline, this is the sum of the embedding's copy.
+    stays = predicts(work, tables) & (work.layout.pp > 1) & work.layout.forwards_first
+    copied = np.where(stays, memory.sums.of_block * tables.own_head, 0)
+    backward = block.head_kept + block.full + gradient + copied
     return [
         Moment(0, weights.in_head, begun + block.head + impossible),
         Moment(np.where(is_before, 0, memory.earlier), weights.in_later_heads, saved + block.head + impossible),
@@ -294,10 +277,8 @@ def _tied_gradient(memory: RankMemory) -> Number:
     pass: the part of the head, if they share one weight, or the part of the prediction layers."""
     tables, work = memory.tables, memory.work
     shared = work.step.item_bytes * (tables.head - tables.own_head) * np.equal(work.layout.pp, 1)
-    read = np.greater(work.model.predictions, 0) & tables.is_last
-    apart = is_sharded(work) | np.equal(work.layout.pp, 1)
-    waits = read & apart & ~np.asarray(work.model.tie_word_embeddings, bool)
-    return shared + np.where(waits, work.step.item_bytes * tables.head, 0)
+    waits = (is_sharded(work) | np.equal(work.layout.pp, 1)) & ~np.asarray(work.model.tie_word_embeddings, bool)
+    return shared + np.where(predicts(work, tables) & waits, work.step.item_bytes * tables.head, 0)
 
 
 def _copied_of_table(memory: RankMemory) -> Number:

@@ -147,7 +147,8 @@ def blocks_of_ranks(
         v_shaped: Whether the first and the last stage are both on the first rank.
         ends: How many blocks the embedding counts as when blocks are divided into stages. The head counts as the same
             number of blocks.
-        counts: Number of blocks in each stage, without prediction layers. Default: divide the blocks evenly, as ``ends`` says.
+        counts: Number of blocks in each stage, without prediction layers. Default: divide the blocks evenly, as
+            ``ends`` says.
     """
     stages, own = pp * stages_per_rank, layers - predictions
     if stages > own:
@@ -157,8 +158,8 @@ def blocks_of_ranks(
     kinds = [int((i + 1) * softmax + 1e-6) == int(i * softmax + 1e-6) for i in range(own)]
     kinds += kinds[-1:] * predictions
     of_ranks, begin = [Blocks(0, 0)] * pp, 0
-    *counts, last = counts or balanced(own, stages, ends, ends + predictions * (1 + ends))
-    for stage, count in enumerate([*counts, last + predictions]):
+    counts = counts or balanced(own, stages, ends, ends + predictions * (1 + ends))
+    for stage, count in enumerate([*counts[:-1], counts[-1] + predictions]):
         rank = min(stage, stages - 1 - stage) if v_shaped else stage % pp
         are_linear, before = kinds[begin : begin + count], of_ranks[rank]
         of_dense, after = min(max(dense - begin, 0), count), [*are_linear[::-1], True].index(True)

@@ -165,10 +165,10 @@ def _sizes(work: Workload) -> Sizes:
     x, y, z, dp, cp, pp = (np.asarray(getattr(layout, axis), bits) for axis in AXES)
     # The rules are written for one layout at a time, but their operators also work on arrays.
     sizes: dict[str, Any] = {
-        "layers": model.num_hidden_layers - model.predictions, "hidden": model.hidden_size, "heads": model.queries // model.head_dim,
-        "kv_heads": model.keys // model.head_dim, "head_dim": model.head_dim, "inner": model.intermediate_size,
-        "vocab": model.padded_vocab_size, "positions": model.positions, "seq": step.seq_length,
-        "batch": step.global_batch_size,
+        "layers": model.num_hidden_layers - model.predictions, "hidden": model.hidden_size,
+        "heads": model.queries // model.head_dim, "kv_heads": model.keys // model.head_dim,
+        "head_dim": model.head_dim, "inner": model.intermediate_size, "vocab": model.padded_vocab_size,
+        "positions": model.positions, "seq": step.seq_length, "batch": step.global_batch_size,
         "float8": step.bits == 8, "experts": model.num_experts, "expert_inner": model.moe_intermediate_size,
         "shared_inner": model.shared_expert_intermediate_size,
         "latents": math.gcd(*(int(width) for width in (model.q_latent, model.kv_latent, model.shared_key))),

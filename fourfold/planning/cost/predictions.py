@@ -1,0 +1,44 @@
+"""Compute the memory that prediction layers (multi-token prediction) need in addition to their blocks."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from fourfold.planning.array_fields import Flag, Number
+from fourfold.planning.cost.block_memory import BlockBytes
+from fourfold.planning.cost.gathered_weights import Tables
+from fourfold.planning.cost.tensor_sizes import tensor_bytes
+from fourfold.planning.workload import Workload
+
+
+def predicts(work: Workload, tables: Tables) -> Flag:
+    """Return whether the rank has prediction layers. They are on the rank with the head."""
+    return tables.is_last & np.greater(work.model.predictions, 0)
+
+
+def kept_by_predictions(work: Workload, tables: Tables) -> Number:
+    """Return the bytes that the rank's prediction layers save for a micro-batch in addition to their blocks: the
+    embeddings, the inputs of both projections, and the input of the output norm."""
+    p = tensor_bytes(work)
+    return np.where(tables.is_last, work.model.predictions * (4 * p.residual + 3 * p.statistics), 0)
+
+
+def with_predictions(work: Workload, block: BlockBytes, tables: Tables) -> BlockBytes:
+    """Return the bytes of a block and of all calls of the head. Each prediction layer calls the head once, before the
+    model's own call. The tensors of all calls stay in memory until their backward passes."""
+    calls = np.where(tables.is_last, work.model.predictions, 0)
+    return replace(block, head=block.head + calls * block.head_kept, head_kept=(1 + calls) * block.head_kept)
+
+
+def received_copy(work: Workload, tables: Tables) -> Number:
+    """Return the bytes of the embedding's gradient that the rank receives after the last backward pass.
+
+    The last rank of a pipeline has a copy of the embedding if prediction layers read the embedding, or if the embedding
+    is also the head. The first and the last rank then send each other the gradient of their copy.
+    """
+    model, layout, step = work.model, work.layout, work.step
+    has_copies = np.asarray(model.tie_word_embeddings, bool) | np.greater(model.predictions, 0)
+    are_apart = (layout.pp > 1) & ~np.asarray(layout.v_shaped, bool)
+    is_end = (tables.is_first | tables.is_last) & np.asarray(work.program.is_fourfold, bool)
+    entries = np.maximum(tables.embedding, tables.head) / layout.shards
+    return np.where(has_copies & are_apart & is_end, entries * np.maximum(step.reduce_bytes, step.weight_bytes), 0)
