@@ -80,36 +80,24 @@ class Sizes:
         """Return the sizes of a run, given its run file."""
         model, grid, training = run.model, run.parallel, run.training
         return cls(
-            layers=model.num_hidden_layers,
-            hidden=model.hidden_size,
-            heads=model.num_attention_heads,
-            kv_heads=model.num_key_value_heads,
-            head_dim=model.head_dim,
+            layers=model.num_hidden_layers, hidden=model.hidden_size, heads=model.num_attention_heads,
+            kv_heads=model.num_key_value_heads, head_dim=model.head_dim, vocab=model.padded_vocab_size,
             inner=model.intermediate_size if model.sparse_layers < model.num_hidden_layers else 0,
-            vocab=model.padded_vocab_size,
             positions=model.max_position_embeddings if model.position_embedding == "learned" else 0,
-            seq=training.seq_length,
-            batch=training.global_batch_size,
-            float8=training.float8 != "none",
+            seq=training.seq_length, batch=training.global_batch_size, float8=training.float8 != "none",
             **{axis: getattr(grid, axis) for axis in ("x", "y", "z", "dp", "cp", "pp", "ep", "zero")},
-            micro_batch=training.micro_batch_size,
-            batch_parts=run.overlap.batch_parts,
-            shards_per_node=run.overlap.shards_per_node,
-            stages=grid.pp * stages_per_rank(grid),
+            micro_batch=training.micro_batch_size, batch_parts=run.overlap.batch_parts,
+            shards_per_node=run.overlap.shards_per_node, stages=grid.pp * stages_per_rank(grid),
             in_rounds=grid.pp > 1 and grid.schedule in IN_ROUNDS,
             split_backward=grid.pp > 1 and grid.schedule in SPLIT_BACKWARD,
-            dual_pipe_v=grid.pp > 1 and grid.schedule == "DualPipeV",
-            ulysses=grid.cp_method == "ulysses",
+            dual_pipe_v=grid.pp > 1 and grid.schedule == "DualPipeV", ulysses=grid.cp_method == "ulysses",
             layers_per_stage=grid.layers_per_stage if grid.pp > 1 else None,
-            vocab_multiple=model.pad_vocab_size_to_multiple_of,
-            experts=model.num_experts,
+            vocab_multiple=model.pad_vocab_size_to_multiple_of, experts=model.num_experts,
             expert_inner=model.moe_intermediate_size if model.num_experts else 0,
             latents=math.gcd(model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim),
-            linear_heads=model.linear_num_key_heads,
-            output_gate=model.attention_output_gate,
-            shared_inner=model.shared_expert_intermediate_size,
-            predictions=model.num_nextn_predict_layers,
-        )
+            linear_heads=model.linear_num_key_heads, output_gate=model.attention_output_gate,
+            shared_inner=model.shared_expert_intermediate_size, predictions=model.num_nextn_predict_layers,
+        )  # fmt: skip
 
     @property
     def keys(self) -> int:

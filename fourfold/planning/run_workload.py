@@ -26,38 +26,26 @@ def model_shape(model: ModelConfig) -> ModelShape:
     layers = [*range(model.num_hidden_layers), *[model.num_hidden_layers - 1] * depths]
     sparse, kinds = sum(map(model.is_sparse, layers)), [model.type_of(layer) for layer in layers]
     inner = model.intermediate_size if sparse < len(layers) else 0
+    is_learned, has_experts = model.position_embedding == "learned", model.num_experts > 0
     return ModelShape(
-        **{name: getattr(model, name) for name in SAME_SIZES},
-        num_hidden_layers=len(layers),
-        queries=model.num_attention_heads * model.head_dim,
-        keys=model.num_key_value_heads * model.head_dim,
-        intermediate_size=inner,
-        gate_up=inner * (2 if model.gated_mlp else 1),
-        rope=0 if model.position_embedding == "learned" else 2 if model.rope_local_base_freq else 1,
-        rotary_share=model.rotary_dim / model.head_dim,
-        rotated=sum(map(model.rotates, layers)) / len(layers),
-        positions=model.max_position_embeddings if model.position_embedding == "learned" else 0,
-        joint_head_norms=model.qk_norm_over == "all_heads",
-        layer_norm=model.norm == "layernorm",
-        norms=4 if model.norm_placement == "around" else 2,
-        output_norms=model.norm_placement != "before",
-        sliding=kinds.count("sliding_attention") / len(layers),
-        caps_scores=model.attn_logit_softcapping > 0,
-        caps_logits=model.final_logit_softcapping > 0,
-        num_experts_per_tok=model.num_experts_per_tok if model.num_experts else 0,
-        moe_intermediate_size=model.moe_intermediate_size if model.num_experts else 0,
-        sparse=sparse / len(layers) if sparse else 0,
-        clamps_gate=model.swiglu_limit > 0,
-        q_latent=model.q_lora_rank,
-        kv_latent=model.kv_lora_rank,
-        shared_key=model.qk_rope_head_dim,
+        **{name: getattr(model, name) for name in SAME_SIZES}, num_hidden_layers=len(layers),
+        queries=model.num_attention_heads * model.head_dim, keys=model.num_key_value_heads * model.head_dim,
+        intermediate_size=inner, gate_up=inner * (2 if model.gated_mlp else 1), clamps_gate=model.swiglu_limit > 0,
+        rope=0 if is_learned else 2 if model.rope_local_base_freq else 1,
+        rotary_share=model.rotary_dim / model.head_dim, rotated=sum(map(model.rotates, layers)) / len(layers),
+        positions=model.max_position_embeddings if is_learned else 0,
+        joint_head_norms=model.qk_norm_over == "all_heads", layer_norm=model.norm == "layernorm",
+        norms=4 if model.norm_placement == "around" else 2, output_norms=model.norm_placement != "before",
+        sliding=kinds.count("sliding_attention") / len(layers), output_gate=model.attention_output_gate,
+        caps_scores=model.attn_logit_softcapping > 0, caps_logits=model.final_logit_softcapping > 0,
+        num_experts_per_tok=model.num_experts_per_tok if has_experts else 0,
+        moe_intermediate_size=model.moe_intermediate_size if has_experts else 0, sparse=sparse / len(layers),
+        q_latent=model.q_lora_rank, kv_latent=model.kv_lora_rank, shared_key=model.qk_rope_head_dim,
         latent_values=model.num_attention_heads * model.v_head_dim if model.kv_lora_rank else 0,
-        output_gate=model.attention_output_gate,
         linear=kinds.count("linear_attention") / len(layers),
         after_linear=kinds[::-1].index("linear_attention") if "linear_attention" in kinds else 0,
-        predictions=depths,
-        prediction_width=model.hidden_size if depths else 0,
-    )
+        predictions=depths, prediction_width=model.hidden_size if depths else 0,
+    )  # fmt: skip
 
 
 def workload_of_model(model: ModelConfig) -> Workload:

@@ -121,20 +121,11 @@ def _time_of_one_kind(work: Workload, machine: Machine, constants: Constants) ->
         "x_again": x_forward * _gathers(model) / (_gathers(model) + 1 + model.mlps),
         "y_again": gather_seconds(part.step.item_bytes * part.tokens * model.values / layout.x, 1, y_group),
         "norms_again": norms_before(model) * norm_seconds(part, y_group),
-        "x_forward": x_forward,
-        "x_backward": x_backward,
-        "y_forward": y_forward,
-        "y_backward": y_backward,
-        "hideable_x": hideable_x,
-        "hideable_y": hideable_y,
-        "gate_sum": _gate_sum(part, y_group),
-        "up_matmul": up,
-        "weight_gradients": weight_gradients,
-        "launch_forward": launch_forward,
-        "launch_backward": launch_backward,
-        "linear_forward": mixed,
-        "linear_launch": rates.launch * linear_attention.core_launches(part)[0],
-    }
+        "x_forward": x_forward, "x_backward": x_backward, "y_forward": y_forward, "y_backward": y_backward,
+        "hideable_x": hideable_x, "hideable_y": hideable_y, "gate_sum": _gate_sum(part, y_group), "up_matmul": up,
+        "weight_gradients": weight_gradients, "launch_forward": launch_forward, "launch_backward": launch_backward,
+        "linear_forward": mixed, "linear_launch": rates.launch * linear_attention.core_launches(part)[0],
+    }  # fmt: skip
     head, head_x, head_y, embedding = _head(work, rates, x_group, y_group)
     of_all: dict[str, Any] = {name: parts * of_part for name, of_part in seconds.items()}
     block = BlockTime(**of_all, head=head, head_x=head_x, head_y=head_y, embedding=embedding)

@@ -123,25 +123,15 @@ def _kinds_of(work: Workload, parts_cross_blocks: Flag) -> Iterator[tuple[Kind, 
     """Yield every kind of block, each with the indices of the cases that have blocks of this kind."""
     model, layout, program = work.model, work.layout, work.program
     columns = {
-        "batch_parts": work.active_parts,
-        "x": np.greater(layout.x, 1),
-        "y": np.greater(layout.y, 1),
-        "tokens": work.parts_are_tokens,
-        "recompute": layout.recompute,
-        "parts_cross_blocks": parts_cross_blocks,
-        "split_backward": layout.split_backward,
-        "overlap": program.overlap_x,
-        "gate": np.greater(model.gate_up, model.intermediate_size),
-        "gate_first": program.gate_first,
-        "parallel_residual": model.parallel_residual,
-        "norms_before": norms_before(model) > 0,
-        "norms_after": model.output_norms,
-        "whole_keys": attention_over_y(work) == "sequence",
-        "attention_again": program.recomputes_attention,
-        "activation_again": program.recomputes_mlp,
-        "norms_again": program.recomputes_norms,
+        "batch_parts": work.active_parts, "tokens": work.parts_are_tokens, "parts_cross_blocks": parts_cross_blocks,
+        "x": np.greater(layout.x, 1), "y": np.greater(layout.y, 1), "overlap": program.overlap_x,
+        "recompute": layout.recompute, "split_backward": layout.split_backward, "gate_first": program.gate_first,
+        "gate": np.greater(model.gate_up, model.intermediate_size), "parallel_residual": model.parallel_residual,
+        "norms_before": norms_before(model) > 0, "norms_after": model.output_norms,
+        "whole_keys": attention_over_y(work) == "sequence", "attention_again": program.recomputes_attention,
+        "activation_again": program.recomputes_mlp, "norms_again": program.recomputes_norms,
         "gathers_again": program.recomputes_gathers,
-    }
+    }  # fmt: skip
     count = np.size(work.active_parts)
     each = {name: np.broadcast_to(column, (count,)).astype(int) for name, column in columns.items()}
     first, back = unique_rows(list(each.values()))
