@@ -28,12 +28,13 @@ class Benchmark:
     """A model of MLPerf Training v6.0.
 
     ``batch`` returns the number of sequences in a step for a number of GPUs. ``cp`` lists the sizes of the axis cp to
-    try."""
+    try. ``predictions`` is the number of layers for multi-token prediction."""
 
     preset: str
     seq_length: int
     batch: Callable[[int], int]
     cp: tuple[int, ...]
+    predictions: int = 0
 
     def plan(self, gpus: int) -> Prediction:
         """Return the fastest layout, among the layouts that the page describes."""
@@ -41,7 +42,7 @@ class Benchmark:
         run = make_run(
             {
                 "name": self.preset,
-                "model": {"preset": self.preset},
+                "model": {"preset": self.preset, "num_nextn_predict_layers": self.predictions},
                 "data": {"train": [{"path": "corpora/web"}]},
                 "training": {
                     "global_batch_size": self.batch(gpus),
@@ -65,7 +66,7 @@ class Benchmark:
 
 
 BENCHMARKS = (
-    Benchmark("deepseek-v3", 4096, lambda gpus: 15360, (1,)),
+    Benchmark("deepseek-v3", 4096, lambda gpus: 15360, (1,), predictions=1),
     Benchmark("gpt-oss-20b", 8192, lambda gpus: max(16, gpus // 8), (1, 2, 4, 8)),
 )
 
