@@ -1,4 +1,4 @@
-"""Train, plan, audit, and run large language models on a four-dimensional grid of devices."""
+"""Train, plan, audit, and run large language models on a grid of devices."""
 
 from __future__ import annotations
 

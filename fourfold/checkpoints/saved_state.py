@@ -206,7 +206,7 @@ def read_state(path: Path) -> CheckpointState:
     """Read `state.json` from a checkpoint's folder.
 
     Raises:
-        DamagedCheckpoint: The file is missing or has changed since it was written.
+        DamagedCheckpoint: The file cannot be read, is not a valid state, or belongs to another step.
         UserError: The checkpoint has another format.
     """
     file = path / STATE_FILE

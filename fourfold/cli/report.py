@@ -1,4 +1,4 @@
-"""`fourfold report`: write a report of one run, or a page that compares several runs."""
+"""Write a report of one run, or a page that compares several runs, with `fourfold report`."""
 
 from pathlib import Path
 from typing import Annotated

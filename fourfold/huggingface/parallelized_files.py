@@ -253,7 +253,7 @@ def _write_configs(model: Any, dtype: torch.dtype, folder: Path) -> None:
         return
     config = copy.deepcopy(model.config)
     config.dtype = dtype
-    # FSDP2 gives each module that it shards a subclass of the module's class. Save the name of the original class.
+    # FSDP2 changes the class of each sharded module to a subclass. Save the name of the original class.
     config.architectures = [next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))]
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:

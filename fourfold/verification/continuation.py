@@ -17,7 +17,7 @@ from fourfold.config.stages import rank_of_stage, stage_layers, stages_per_rank
 
 
 class ContinuedRun(NamedTuple):
-    """The size of a run, as far as the trace of one of its pipeline ranks depends on it."""
+    """The numbers of a run that determine the trace of one pipeline rank."""
 
     layers: int
     """Number of layers in each of the rank's stages."""

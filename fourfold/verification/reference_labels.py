@@ -21,7 +21,8 @@ def kept_tokens(windows: Windows, goldfish: GoldfishConfig, is_masked: Sequence[
     Args:
         windows: The samples. If they have answers, only the tokens of answers are in the loss.
         goldfish: The goldfish mask.
-        is_masked: For each sample, whether the goldfish mask is already in effect.
+        is_masked: For each sample, whether the goldfish mask applies. It applies from the step
+            ``goldfish.start_step`` on.
     """
     marks = np.ones(windows.tokens.shape, dtype=bool) if windows.answers is None else windows.answers
     found = torch.tensor([row[1:] for row in marks.tolist()])

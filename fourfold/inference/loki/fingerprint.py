@@ -1,5 +1,4 @@
-"""Identify the model that a basis belongs to by its sizes, its rotary embedding, and a sample of its attention
-weights."""
+"""Identify the model of a basis by the model's sizes, rotary embedding, and a sample of its attention weights."""
 
 from __future__ import annotations
 

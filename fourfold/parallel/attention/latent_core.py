@@ -46,7 +46,7 @@ class SharedLatentCore(SharedAttentionCore):
         return without_padding(self.attend_share(q, k, v, context), self.widths)
 
     def _for_my_heads(self, k_rope: Tensor) -> Tensor:
-        """Gather the rotary channels of the keys, for all tokens that this rank attends to.
+        """Gather the rotary channels of the keys, for the same tokens as this rank's other key channels.
 
         All heads share these channels. So the backward pass sums their gradients over the heads of all ranks.
         """

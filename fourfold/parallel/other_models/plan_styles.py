@@ -1,4 +1,4 @@
-"""Choose a style for every module of any model. A style says how to split a module over the tensor axes x and y.
+"""Choose how to split every module of any model over the tensor axes x and y. This choice is the module's *style*.
 
 A *plan* is a table from patterns of module names to styles. Models of transformers publish such plans.
 

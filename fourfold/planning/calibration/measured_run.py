@@ -1,4 +1,4 @@
-"""Use runs of fourfold as measurements: fit constants to them, or compute the error of a run's prediction."""
+"""Use runs of fourfold as measurements, for a fit of constants or to compute the error of a run's prediction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

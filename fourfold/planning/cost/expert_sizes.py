@@ -24,7 +24,7 @@ def fuses_gate(work: Workload) -> Flag:
 
 
 def has_experts(work: Workload) -> bool:
-    """Return whether at least one case is an MoE model."""
+    """Return whether at least one case of ``work`` (such as a layout) has an MoE model."""
     return bool(np.any(work.model.num_experts))
 
 

@@ -52,7 +52,7 @@ def tables_of(work: Workload, rank: Number) -> Tables:
     embedding, head = (np.where(has_one, model.padded_vocab_size * width, 0) for has_one in (first, last))
     positions = np.where(first, model.positions * width, 0)
     copies = np.greater(model.predictions, 0) & (layout.pp > 1)
-    # Each rank of x has a copy of the projections.
+    # Each rank of x has a copy of the prediction layers' projections.
     projections = model.projection_weights / layout.y
     for_predictions = np.where(last, projections + np.where(copies, head, 0), 0)
     return Tables(embedding, positions, head, np.where(is_shared, 0, head), first, last, for_predictions)

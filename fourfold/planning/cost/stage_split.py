@@ -45,7 +45,7 @@ class StageSplit(NamedTuple):
 
 
 def split_of(work: Workload) -> StageSplit:
-    """Return how many blocks each pipeline rank has, for each case of ``work``, such as one layout."""
+    """Return the blocks of the pipeline ranks that may need the most time or memory, for each case of ``work``."""
     model, layout = work.model, work.layout
     blocks = (model.num_hidden_layers, model.predictions, model.dense_first, model.linear)
     cases = np.broadcast_arrays(*blocks, layout.pp, layout.stages_per_rank, layout.v_shaped, layout.end_layers)

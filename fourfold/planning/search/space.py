@@ -178,7 +178,7 @@ def _sizes(work: Workload) -> Sizes:
         "linear_heads": model.linear_num_key_heads, "output_gate": model.output_gate,
         "predictions": model.predictions,
         "x": x, "y": y, "z": z, "dp": dp, "cp": cp, "pp": pp, "ep": layout.ep, "zero": layout.zero,
-        # Sizes of matmuls are products with this number, and can overflow 32 bits.
+        # The rules multiply this number by other sizes, and the result can overflow 32 bits.
         "micro_batch": np.asarray(layout.micro_batch_size, np.int64),
         "batch_parts": work.layout.batch_parts,
         "shards_per_node": work.program.shards_per_node,
