@@ -25,9 +25,9 @@ LAYER_COLUMNS = (
 def rank_table(record: Record) -> None:
     """Print the result of a calibration, one row per layer.
 
-    ``calibrate`` computes several kinds of principal components for each layer. For each kind, a row has the mean and
-    the maximum of Rank@90 over the heads, and after that the recall. Rank@90 is the number of dimensions that explain
-    90 % of the variance. The last cell names the kind that the layer uses to rank keys.
+    ``calibrate`` computes several kinds of components for each layer. First, a row has the mean and the maximum of
+    Rank@90 over the heads, for each kind. Then it has the recall of each kind. Rank@90 is the number of components that
+    explain 90 % of the variance. The last cell names the kind that the layer uses to rank keys.
     """
     header = [*(f"{TITLES[kind]}: mean (max)" for kind in record["ranks"]), *(f"recall, {k}" for k in record["recall"])]
     rows = []
