@@ -38,8 +38,8 @@ class EvaluationRequest(ScoringRequest):
     overlap: int = 1
     """A text is scored in windows. This is the number of tokens that each window repeats from the previous window."""
     context: int | None = None
-    """Maximum number of input tokens per forward pass. The default is the model's context length. For a Hugging Face
-    model, the default is at most ``LONGEST_UNKNOWN``."""
+    """Maximum number of input tokens per forward pass. The default is the model's context length, but at most
+    ``LONGEST_UNKNOWN`` if fourfold did not train the model."""
     tasks: tuple[str, ...] = ()
     """Names of lm-eval tasks."""
     include_path: Path | None = None

@@ -132,9 +132,10 @@ def generate(
 ) -> Generation:
     """Continue a prompt.
 
-    The end tokens and the texts that stop generation come from the model's generation_config.json. If the temperature
-    is above 0, the settings that change the probabilities of tokens (``SCORE_KEYS``) come from this file too. This
-    function ignores all other settings in the file, because it streams a single sequence.
+    The end tokens, the texts that stop generation, and the key use_cache come from the model's generation_config.json.
+    If the temperature is above 0, the settings that change the probabilities of tokens (``SCORE_KEYS``) come from this
+    file too. This function ignores all other settings in the file. Settings for several sequences have no effect,
+    because this function streams a single sequence.
 
     Args:
         model: A transformers model, or a fourfold model with the same interface.
@@ -181,7 +182,7 @@ def generate(
 def _continued(
     model: Any, tokens: Tensor, stream: _Streamer, max_new_tokens: int, ends: list[int] | None, settings: dict[str, Any]
 ) -> Any:
-    """Call transformers' ``generate`` with these arguments, and ignore all other settings of the model."""
+    """Call transformers' ``generate`` with these arguments. Of the model's own settings, use only ``use_cache``."""
     theirs, texts = model.generation_config, settings.get("stop_strings")
     try:
         own = type(theirs)(

@@ -24,7 +24,7 @@ EXTRACTABLE = 0.001
 probability (arXiv 2505.12546)."""
 
 SHOWN = 20
-"""Largest number of passages in the record. They are the continuations that are closest to the true text."""
+"""Largest number of passages in the record. They are the continuations of members that are closest to the true text."""
 
 
 def continuations(

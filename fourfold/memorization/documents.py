@@ -35,7 +35,8 @@ class AuditDocument:
 
     @property
     def shift(self) -> int:
-        """Return the largest number of tokens that were cut off the start of a planted copy. 0 without copies."""
+        """Return the largest number of tokens that were cut off the start of a planted copy. 0 if the document is
+        not a canary."""
         return 0 if self.planted is None else self.planted.shift
 
     def cut(self, longest: int) -> Self:

@@ -21,7 +21,8 @@ def planned_run(request: Request, layout: Prediction, tokens: float | None = Non
     If ``tokens`` is given, the run trains on this number of tokens, rounded to whole steps.
 
     If the request sets a precision or an optimizer, the run uses it. All other keys come from the request's run file.
-    Without a run file, the run takes 1,000 steps on built-in text in bf16, and the other keys have their defaults.
+    Without a run file, the run takes 1,000 steps on built-in text, the precision is bf16 if the request sets none, and
+    the other keys have their defaults.
     """
     table: dict[str, Any] = {
         "name": request.name,

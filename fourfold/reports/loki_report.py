@@ -25,8 +25,8 @@ LAYER_COLUMNS = (
 def rank_table(record: Record) -> None:
     """Print the result of a calibration, one row per layer.
 
-    ``calibrate`` computes several kinds of principal components for each layer. A row first has one cell per kind, with
-    the mean and the maximum of Rank@90 over the heads. Rank@90 is the number of dimensions that explain 90 % of the
+    ``calibrate`` computes several kinds of components for each layer. A row first has one cell per kind, with
+    the mean and the maximum of Rank@90 over the heads. Rank@90 is the number of components that explain 90 % of the
     variance. Then the row has the recall of each kind: how many of the keys with the largest scores Loki chooses. The
     last cell names the kind that the layer uses to rank keys.
     """

@@ -13,8 +13,8 @@ BAD_STEPS_FILE = "bad_steps.jsonl"
 class BadSteps:
     """The file bad_steps.jsonl in a run's folder. Only rank 0 reads and writes the file.
 
-    Each line describes a step that was bad, or that failed in too many attempts. The key ``skips`` of a line lists the
-    steps whose batches the run leaves out.
+    Each line describes a step that was bad, that stopped the run, or that failed in too many attempts. If a line has
+    the key ``skips``, this key lists the steps whose batches the run leaves out.
     """
 
     def __init__(self, run_dir: Path) -> None:

@@ -170,7 +170,7 @@ class Replay:
 def _odd_ones(everyone: Sequence[dict[tuple[str, str], int]]) -> tuple[str, list[int]]:
     """Return the name of the first tensor whose replicas differ, and the ranks with a wrong replica.
 
-    The most common value counts as right. If two values are the most common, return all ranks that have a replica.
+    The most common value counts as right. If no value is more common than all others, return all ranks with a replica.
     """
     for key in dict.fromkeys(key for values in everyone for key in values):
         holders = {rank: values[key] for rank, values in enumerate(everyone) if key in values}

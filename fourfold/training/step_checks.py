@@ -54,7 +54,8 @@ class StepChecks:
     """Judges every step of a run. Every process calls the methods, and every process gets the same verdict.
 
     A step is *bad* if its loss or gradient norm is NaN or infinite, or a spike (far above the values of recent steps).
-    An overflow of fp16 gradients does not make a step bad, because loss scaling handles the overflow.
+    With ``checks.spike = 'off'``, spikes are not bad. An overflow of fp16 gradients does not make a step bad, because
+    loss scaling handles the overflow.
 
     A bad step is written to bad_steps.jsonl in the run's folder before the run acts on the step. A resumed run reads
     from this file which batches to leave out. With ``checkpoint.resume = 'never'``, an existing file is renamed and not

@@ -28,7 +28,8 @@ LACKING = {
     "gpt2": "they have no rotary embedding, and their contexts are short",
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "most of their layers have linear attention"),
 }
-"""Model types that Loki does not support, each with the reason."""
+"""Some of the model types that Loki does not support, each with the reason. All other types that are not in
+``SUPPORTED`` are untested."""
 
 
 class AttentionModule(nn.Module):

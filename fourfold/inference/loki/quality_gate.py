@@ -93,7 +93,8 @@ def _measured(config: LokiConfig, head_dim: int, dense: Predictions, sparse: Pre
     """Return the quality of settings as JSON values. Tokens that attend to all keys that they see are left out.
 
     ``bytes`` is a fraction of the bytes that dense attention reads. ``increase`` is the relative increase of the
-    perplexity over dense attention. ``increase_bound`` is an upper bound on it, which more text brings closer to it.
+    perplexity over dense attention, and ``increase_bound`` is an upper bound on it. With more text, the bound is closer
+    to ``increase``.
     """
     # Token i sees i + 1 keys. The last token of a window has no loss, so a window has one token more than losses.
     counts = [config.key_count(len(losses) + 1) for losses in dense.losses]

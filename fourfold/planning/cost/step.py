@@ -37,7 +37,7 @@ computation hides.
 - recompute: computation that the backward pass repeats, and exposed copies of block inputs to and from host memory.
 - x, y, z, cp, ep, dp, pp: exposed communication over the axis of the same name.
 - bubble: time that a pipeline rank waits for other pipeline ranks.
-- logits: computation of the head and the loss, and of the embedding if pp = 1.
+- logits: computation of the head and the loss. If pp = 1, also computation and communication over x of the embedding.
 - launch: time that the device waits for the host to launch kernels.
 - optimizer: the optimizer step.
 - other: time that every step takes, regardless of its size.

@@ -120,7 +120,7 @@ class Plan:
     ranked: list[Prediction]
     """The fastest layouts, best first."""
     found: Found
-    """All layouts that the search has evaluated, with their scores."""
+    """All points of the search, including illegal layouts, with their scores."""
     machine: Machine
     constants: Constants
     gpus: int
