@@ -37,7 +37,7 @@ from benchmarks.sparse_attention.tasks import (
 from benchmarks.sparse_attention.train import answers
 from fourfold.data.dataset import Windows
 from fourfold.huggingface.transformers_models import load_model
-from fourfold.inference.loki import calibrate
+from fourfold.inference.loki import LokiConfig, calibrate
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -164,7 +164,7 @@ def test_loki_with_its_defaults_reads_256_keys_of_a_short_context(model: Any) ->
     decoder.prefill(torch.tensor([document.context.tolist()]))
     rivals = {DEFAULTS: loki_with_defaults(Setup(basis, inverse_frequencies(model)))}
     [(_, _, share)] = answer(decoder, [document.questions["single"][0]], rivals)
-    codes = basis.head_dim / 4 * 2 / 8 / (4 * basis.head_dim)  # A quarter of the components, with 2 bits each.
+    codes = LokiConfig().dim_count(basis.head_dim) * 2 / 8 / (4 * basis.head_dim)  # Each component has 2 bits.
     assert share == pytest.approx(256 / 1024 + codes, rel=0.02)
 
 
