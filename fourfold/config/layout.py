@@ -84,13 +84,10 @@ def check_layout(run: RunConfig) -> None:
 
 def _check_predictions(run: RunConfig) -> None:
     """Raise ``UserError`` if layers for multi-token prediction do not work with the run's other settings."""
-    is_tied, seq_length = run.model.tie_word_embeddings, run.training.seq_length
     refused = {
         f"lora.rank = {run.lora.rank}": run.lora.rank > 0,
         f"dpo.beta = {run.dpo.beta}": run.dpo.beta > 0,
         f"model.from_hf = '{run.model.from_hf}', an import without these layers": run.model.from_hf is not None,
-        f"model.tie_word_embeddings = true and parallel.pp = {run.parallel.pp}": is_tied and run.parallel.pp > 1,
-        f"training.seq_length = {seq_length}": seq_length <= run.model.num_nextn_predict_layers,
     }
     if found := [setting for setting, is_refused in refused.items() if is_refused]:
         raise UserError(

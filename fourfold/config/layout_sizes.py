@@ -74,6 +74,8 @@ class Sizes:
     ep: Number = 1
     predictions: int = 0
     """Number of layers for multi-token prediction."""
+    tied: bool = False
+    """Whether the embedding and the head share one weight."""
 
     @classmethod
     def of(cls, run: RunConfig) -> Self:
@@ -97,6 +99,7 @@ class Sizes:
             latents=math.gcd(model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim),
             linear_heads=model.linear_num_key_heads, output_gate=model.attention_output_gate,
             shared_inner=model.shared_expert_intermediate_size, predictions=model.num_nextn_predict_layers,
+            tied=model.tie_word_embeddings,
         )  # fmt: skip
 
     @property

@@ -105,24 +105,19 @@ Q_PROJ, K_PROJ, RESIDUAL = "layers.*.self_attn.qkv.q_proj", "layers.*.self_attn.
 KEYS = "the features of keys and values"
 KV_FEATURES = "model.num_key_value_heads × head_dim = {s.kv_heads} × {s.head_dim}"
 TOKENS = "training.micro_batch_size × seq_length = {s.micro_batch} × {s.seq}"
-EXPERTS = "layers.*.mlp.experts"
+PADDING = "model.pad_vocab_size_to_multiple_of"
+PADDED = "model.vocab_size (pad_vocab_size_to_multiple_of = {s.vocab_multiple})"
+EXPERTS, SHARED_EXPERT = "layers.*.mlp.experts", "layers.*.mlp.shared_expert.up"
 LINEAR = "the key heads of linear attention"
 PLAIN = "dense models with neither latent, linear, nor gated attention, and without multi-token prediction"
+TIED = "model.tie_word_embeddings = true"
 LATENTS = "the common divisor of model.q_lora_rank, kv_lora_rank, and qk_rope_head_dim"
 
 RULES: tuple[Divides | Rule, ...] = (
     Divides(("x",), "the heads", "heads", Q_PROJ, "model.num_attention_heads", unit="kv_heads"),
     Divides(("x",), KEYS, "keys", K_PROJ, "model.num_key_value_heads", KV_FEATURES),
     Divides(("x",), "the MLP's width", "inner", "layers.*.mlp.up", "model.intermediate_size"),
-    Divides(
-        ("x",),
-        "the vocabulary",
-        "vocab",
-        "embed_tokens and lm_head",
-        "model.pad_vocab_size_to_multiple_of",
-        "model.vocab_size (pad_vocab_size_to_multiple_of = {s.vocab_multiple})",
-        unit="vocab_multiple",
-    ),
+    Divides(("x",), "the vocabulary", "vocab", "embed_tokens and lm_head", PADDING, PADDED, unit="vocab_multiple"),
     Divides(("x",), "the position table", "positions", "embed_positions", "model.max_position_embeddings"),
     Divides(("y",), "the hidden size", "hidden", RESIDUAL, "model.hidden_size", unit="heads"),
     Divides(
@@ -256,11 +251,7 @@ RULES: tuple[Divides | Rule, ...] = (
     Divides(("ep",), "the experts", "experts", EXPERTS, "model.num_experts"),
     Divides(("x",), "the experts' width", "expert_inner", EXPERTS, "model.moe_intermediate_size"),
     Divides(
-        ("x",),
-        "the shared expert's width",
-        "shared_inner",
-        "layers.*.mlp.shared_expert.up",
-        "model.shared_expert_intermediate_size",
+        ("x",), "the shared expert's width", "shared_inner", SHARED_EXPERT, "model.shared_expert_intermediate_size"
     ),
     Rule(
         "ep does not divide dp · cp · z",
@@ -304,6 +295,15 @@ RULES: tuple[Divides | Rule, ...] = (
         lambda run, s: (
             f"training.seq_length = {s.seq} is longer than the position table, which has "
             f"model.max_position_embeddings = {s.positions} entries; seq_length = {s.positions} works"
+        ),
+    ),
+    Rule(
+        "prediction layers need pp = 1 if embeddings are tied, and more tokens than prediction layers",
+        lambda s: (s.predictions > 0) & ((s.seq <= s.predictions) | (s.tied & (s.pp > 1))),
+        lambda run, s: (
+            f"model.num_nextn_predict_layers = {s.predictions} does not work with "
+            + (f"training.seq_length = {s.seq}" if s.seq <= s.predictions else f"{TIED} and parallel.pp = {s.pp}")
+            + "; num_nextn_predict_layers = 0 works"
         ),
     ),
     Rule(

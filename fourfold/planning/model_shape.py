@@ -205,6 +205,14 @@ class ModelShape(ArrayFields):
         return self.num_experts * self.sparse * 3 * self.hidden_size * self.moe_intermediate_size
 
     @property
+    def own_linear(self) -> Number:
+        """Return the fraction of the blocks with linear attention, without the prediction layers. These layers have
+        linear attention if the model's last block has it."""
+        ends_linear = np.greater(self.linear, 0) & np.equal(self.after_linear, 0)
+        own = self.num_hidden_layers - self.predictions
+        return (self.linear * self.num_hidden_layers - self.predictions * ends_linear) / own
+
+    @property
     def projection_weights(self) -> Number:
         """Return the number of weight entries in the projections of all prediction layers."""
         return 2 * self.predictions * self.prediction_width**2

@@ -213,7 +213,7 @@ class Workload(ArrayFields):
         untied, predicts = ~np.asarray(self.model.tie_word_embeddings, bool), np.greater(self.model.predictions, 0)
         both = untied & (np.equal(self.layout.pp, 1) | predicts)
         tables = self.model.padded_vocab_size * self.model.hidden_size * np.where(both, 2, 1)
-        return tables + self.model.projection_weights
+        return tables + self.layout.x * self.model.projection_weights  # Each rank of x has a copy of the projections.
 
     @property
     def tokens_per_step(self) -> Number:
@@ -260,8 +260,9 @@ class Workload(ArrayFields):
         Use this count only to compare with published results (Narayanan et al. 2021, arXiv 2104.04473, equation 3).
         """
         model = self.model
-        attention = 16.0 * model.num_hidden_layers * self.step.seq_length * model.queries
-        blocks = 8 * model.num_hidden_layers * model.active_weights
+        layers = model.num_hidden_layers - model.predictions
+        attention = 16.0 * layers * self.step.seq_length * model.queries
+        blocks = 8 * layers * model.active_weights
         return self.tokens_per_step * (blocks + attention + 6 * model.padded_vocab_size * model.hidden_size)
 
 

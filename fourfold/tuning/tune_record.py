@@ -127,22 +127,14 @@ def _record(
     best_seconds = _median(done, best)
     assert best_seconds is not None
     return TuneRecord(
-        name=request.name,
-        gpus=request.gpus,
-        machine=search.subject.machine.name,
-        memory=float(candidates.machine.memory),
-        layouts=candidates.count,
-        trials=_trial_records(search, trials),
-        best=layout_of(candidates, best),
-        best_seconds=best_seconds,
-        predicted_first=layout_of(candidates, first),
-        predicted_first_seconds=_median(done, first),
+        name=request.name, gpus=request.gpus, machine=search.subject.machine.name,
+        memory=float(candidates.machine.memory), layouts=candidates.count, trials=_trial_records(search, trials),
+        best=layout_of(candidates, best), best_seconds=best_seconds,
+        predicted_first=layout_of(candidates, first), predicted_first_seconds=_median(done, first),
         own="" if own is None else layout_of(candidates, own),
         own_seconds=None if own is None else float(np.exp(belief.mean[own])),
-        end=end,
-        held_out_error=fitted.held_out["mean_abs_error"],
-        files=files,
-    )
+        end=end, held_out_error=fitted.held_out["mean_abs_error"], files=files,
+    )  # fmt: skip
 
 
 def _trial_records(search: Search, trials: Sequence[Trial]) -> list[TrialRecord]:

@@ -282,11 +282,8 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
         "fused_gate": measured.compiled or traits.flags.fused_gate,
         "eager_loss": traits.flags.eager_loss and not measured.compiled,
         "keeps_float8_inputs": traits.flags.keeps_float8_inputs and measured.precision in FLOAT8,
-        "split_residual": parallel_sequence,
-        "regather": parallel_sequence and traits.flags.regather,
-        "overlap_x": overlap != "none",
-        "overlap_forward": overlap == "pieces",
-        "overlap_z": True,
+        "split_residual": parallel_sequence, "regather": parallel_sequence and traits.flags.regather,
+        "overlap_x": overlap != "none", "overlap_forward": overlap == "pieces", "overlap_z": True,
         "overlap_dp": fsdp or (traits.hides_sums and measured.sharding != "none"),
         "weights_kept": measured.sharding in ("zero1", "zero2") or _shares_optimizer(measured),
         "half_weights": not fsdp,
@@ -298,9 +295,8 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
         "recomputes_attention": measured.recompute_what != "activations",
         "recomputes_mlp": measured.recompute_what == "activations",
         "recomputes_norms": measured.recompute_what == "activations",
-        "autocast": measured.autocast,
-        "expandable_segments": measured.expandable_segments,
-    }
+        "autocast": measured.autocast, "expandable_segments": measured.expandable_segments,
+    }  # fmt: skip
 
 
 def _chosen_kernels(measured: MeasuredRow) -> dict[str, Any]:

@@ -338,4 +338,12 @@ def _head(
     over_y = gather_seconds(2 * step.item_bytes * tokens * columns, 2, y_group)
     embedding = 6 * residual / rates.bandwidth + gather_seconds(2 * residual, 2, x_group)
     calls, projections = 1 + model.predictions, model.projection_weights / (model.padded_vocab_size * model.hidden_size)
-    return (calls + projections) * matmuls + calls * loss, calls * over_x, calls * over_y, embedding
+    # Each prediction layer also looks up tokens in the embedding, and sums the outputs of its projections over y.
+    over_x = calls * over_x + model.predictions * gather_seconds(2 * residual, 2, x_group)
+    summed = gather_seconds(2 * residual * layout.y / layout.x, 2, y_group)
+    return (
+        (calls + projections) * matmuls + calls * loss,
+        over_x,
+        calls * over_y + model.predictions * summed,
+        embedding,
+    )

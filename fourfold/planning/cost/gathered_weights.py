@@ -37,6 +37,11 @@ class Tables(NamedTuple):
     for_predictions: Number
 
     @property
+    def predicts(self) -> Flag:
+        """Return whether the rank has prediction layers."""
+        return np.greater(self.for_predictions, 0)
+
+    @property
     def every(self) -> Number:
         """Return the number of entries of all tables. A weight that embedding and head share counts once."""
         return self.embedding + self.positions + self.own_head + self.for_predictions
@@ -82,6 +87,12 @@ def is_freed_after_use(work: Workload) -> Flag:
     return freed
 
 
+def kept_bytes(work: Workload) -> Number:
+    """Return the bytes of ``kept_weights`` per entry of the weights that the rank has before z splits them."""
+    keeps = (work.layout.zero > 0) & (work.layout.zero < 3) & (work.layout.z > 1)
+    return np.where(keeps, work.step.item_bytes / work.layout.z, 0)
+
+
 def kept_weights(work: Workload) -> tuple[Number, Number]:
     """Return the bytes of weights that a rank holds between forward and backward pass, in the step's dtype.
 
@@ -93,8 +104,7 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
         head's weight counts 0, because the head's weight stays gathered.
     """
     model, layout = work.model, work.layout
-    keeps = (layout.zero > 0) & (layout.zero < 3) & (layout.z > 1)
-    entry = np.where(keeps, work.step.item_bytes / (layout.x * layout.y * layout.z), 0)
+    entry = kept_bytes(work) / (layout.x * layout.y)
     tables = (model.positions + np.where(model.tie_word_embeddings, 0, model.padded_vocab_size)) * model.hidden_size
     of_experts = kept_weights(states_of_experts(work))[0] if has_experts(work) else 0
     return entry * work.block_weights + of_experts, entry * tables
@@ -110,6 +120,7 @@ class GatheredWeights(NamedTuple):
       micro-batch.
     - after_head: bytes while the gradients of the head are summed.
     - at_end: bytes after the backward pass of the rank's first block.
+    - of_projections: bytes of the projections of one prediction layer, which ``in_block`` includes.
     """
 
     in_block: Number
@@ -119,6 +130,7 @@ class GatheredWeights(NamedTuple):
     in_later_heads: Number
     after_head: Number
     at_end: Number
+    of_projections: Number
 
 
 def gathered_weights(work: Workload, layers: Number, tables: Tables) -> GatheredWeights:
@@ -134,8 +146,7 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
     of_stage = np.ceil(layers / work.layout.stages_per_rank)
     gathered = np.minimum(1 + work.program.prefetch + work.parts_cross_blocks, of_stage)
     first, last = _bytes_of_block(first_block(work)), _bytes_of_block(last_block(work))
-    predicts = tables.is_last & np.greater(work.model.predictions, 0)
-    projections = np.where(predicts & is_freed, copy * 2 * work.model.prediction_width**2 / work.layout.y, 0)
+    projections = np.where(tables.predicts & is_freed, copy * 2 * work.model.prediction_width**2 / work.layout.y, 0)
     if has_dense_first(work):
         dense, sparse = (_bytes_of_block(kind) for kind in kinds_of_blocks(work))
         share, in_block = dense_share(work), once
@@ -154,7 +165,7 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
     is_gathered = np.greater(tables.own_head, 0) & ~(work.layout.forwards_first & ~single)
     in_head = np.where(is_gathered, once + 2 * own_head, one + own_head)
     # Prediction layers run between the all-gather of the head and the loss.
-    in_head = np.where(predicts, once + own_head + _last_gathered(work, last, projections), in_head)
+    in_head = np.where(tables.predicts, once + own_head + _last_gathered(work, last, projections), in_head)
     # In the last backward pass, weights that are gathered once per step are freed too.
     left = once - kept - np.where(is_freed, 0, copy * tables.own_head) + sum(first)
     left = np.where(_frees_in_last_backward(work), left, np.where(is_freed, once + first[0], in_block))
@@ -166,6 +177,7 @@ def gathered_weights(work: Workload, layers: Number, tables: Tables) -> Gathered
         np.where(is_freed, in_head, in_block),
         np.where(is_freed, one, in_block),
         np.where(is_freed, 0, left),
+        projections,
     )
 
 

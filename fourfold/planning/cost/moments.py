@@ -30,7 +30,7 @@ from fourfold.planning.cost.gathered_weights import (
     kept_weights,
     last_block,
 )
-from fourfold.planning.cost.predictions import kept_by_predictions, predicts, received_copy, with_predictions
+from fourfold.planning.cost.predictions import kept_by_predictions, received_copy, with_predictions
 from fourfold.planning.cost.stage_split import in_flight
 from fourfold.planning.workload import Workload
 
@@ -160,7 +160,7 @@ def _memory_of(
     # all other schedules, the head's backward directly follows its forward.
     waits = np.where(tables.is_last & (layout.pp > 1) & layout.forwards_first, block.head_kept, 0)
     kept = kept_by_micro_batch(work, layers, block) + waits + kept_by_predictions(work, tables)
-    fixed = inputs_and_kept_weights(work, layers, tables.is_first) - waits
+    fixed = inputs_and_kept_weights(work, layers, tables) - waits
     fixed = fixed + np.where(work.program.unused_gradients, work.step.item_bytes * block.entries, 0)
     # If all micro-batches of the step are in flight, the first backward pass begins without gradients. The second
     # backward pass begins with gradients, but with the activations of one micro-batch less. Memory peaks in the second
@@ -170,7 +170,7 @@ def _memory_of(
     is_first = is_full & ~is_next
     # In an interleaved pipeline with one round of micro-batches, only the rank's last stage has gradients at the peak.
     is_round = layout.in_rounds & (work.micro_batches < 2 * layout.pp) & ~is_full
-    of_last = each * tables.own_head
+    of_last = each * (tables.own_head + tables.for_predictions)
     of_last = of_last + (gradients - of_last - each * tables.embedding) / layout.stages_per_rank
     earlier = np.where(is_first, 0, np.where(is_round, of_last, gradients))
     begun = fixed + (flying - is_next) * kept
@@ -193,7 +193,7 @@ def _in_head(memory: RankMemory, weights: GatheredWeights) -> list[Moment]:
     gradient = np.where(work.program.fuses_accumulation, 0, item * tables.head)
     # If no head runs forward between two backward passes, the buffer of the earlier pass's last sum is still in memory.
     # With prediction layers in a pipeline, this is the sum of the embedding's copy.
-    stays = predicts(work, tables) & (work.layout.pp > 1) & work.layout.forwards_first
+    stays = tables.predicts & (work.layout.pp > 1) & work.layout.forwards_first
     copied = np.where(stays, memory.sums.of_block * tables.own_head, 0)
     backward = block.head_kept + block.full + gradient + copied
     return [
@@ -215,7 +215,10 @@ def _in_blocks(memory: RankMemory, weights: GatheredWeights) -> list[Moment]:
     """
     work, layers, block, sums = memory.work, memory.layers, memory.block, memory.sums
     tied = _tied_gradient(memory)
-    in_block = tied + kept_and_in_backward(work, layers, block, sums)[1]
+    # The gradient of the embedding waits only after the prediction layers. By then, they have freed their tensors.
+    freed = work.model.predictions * block.kept(work, 1) + kept_by_predictions(work, memory.tables)
+    waiting = np.where(memory.tables.predicts, np.maximum(tied - freed - weights.of_projections, 0), tied)
+    in_block = waiting + kept_and_in_backward(work, layers, block, sums)[1]
     # A block's weights are first gathered into a buffer, so for a moment they are in memory twice.
     is_alone = is_freed_after_use(work) & np.equal(layers, 1)
     in_block = np.where(is_alone, np.maximum(in_block, weights.in_block + sums.before), in_block)
@@ -278,7 +281,7 @@ def _tied_gradient(memory: RankMemory) -> Number:
     tables, work = memory.tables, memory.work
     shared = work.step.item_bytes * (tables.head - tables.own_head) * np.equal(work.layout.pp, 1)
     waits = (is_sharded(work) | np.equal(work.layout.pp, 1)) & ~np.asarray(work.model.tie_word_embeddings, bool)
-    return shared + np.where(predicts(work, tables) & waits, work.step.item_bytes * tables.head, 0)
+    return shared + np.where(tables.predicts & waits, work.step.item_bytes * tables.head, 0)
 
 
 def _copied_of_table(memory: RankMemory) -> Number:

@@ -4,16 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from fourfold.planning.array_fields import Flag, Number
+from fourfold.planning.array_fields import Number
 from fourfold.planning.cost.block_memory import BlockBytes
 from fourfold.planning.cost.gathered_weights import Tables
 from fourfold.planning.cost.tensor_sizes import tensor_bytes
 from fourfold.planning.workload import Workload
-
-
-def predicts(work: Workload, tables: Tables) -> Flag:
-    """Return whether the rank has prediction layers. They are on the rank with the head."""
-    return tables.is_last & np.greater(work.model.predictions, 0)
 
 
 def kept_by_predictions(work: Workload, tables: Tables) -> Number:

@@ -47,7 +47,7 @@ class StageSplit(NamedTuple):
 def split_of(work: Workload) -> StageSplit:
     """Return the blocks of the pipeline ranks that may need the most time or memory, for each case of ``work``."""
     model, layout = work.model, work.layout
-    blocks = (model.num_hidden_layers, model.predictions, model.dense_first, model.linear)
+    blocks = (model.num_hidden_layers, model.predictions, model.dense_first, model.own_linear)
     cases = np.broadcast_arrays(*blocks, layout.pp, layout.stages_per_rank, layout.v_shaped, layout.end_layers)
     if not any(np.ndim(case) for case in cases):
         return _as_split(_split(*(float(case) for case in cases), layout.layers_per_stage))
@@ -68,7 +68,7 @@ def blocks_of(work: Workload) -> tuple[Blocks, ...]:
     """Return the numbers of blocks on each pipeline rank for a single layout, summed over the stages of the rank."""
     model, layout = work.model, work.layout
     return blocks_of_ranks(int(model.num_hidden_layers), int(model.predictions), int(model.dense_first),
-                           float(model.linear), int(layout.pp), int(layout.stages_per_rank), bool(layout.v_shaped),
+                           float(model.own_linear), int(layout.pp), int(layout.stages_per_rank), bool(layout.v_shaped),
                            float(layout.end_layers), layout.layers_per_stage)  # fmt: skip
 
 
@@ -140,8 +140,8 @@ def blocks_of_ranks(
         predictions: Number of prediction layers. They are in the last stage.
         dense: Number of blocks that have a dense MLP in an MoE model. These are the model's first blocks. 0 for other
             models.
-        linear: Fraction of the model's blocks that have linear attention. If one block in n has softmax attention, it
-            is the last block of each group of n blocks, as in Qwen3-Next.
+        linear: Fraction of the blocks, without the prediction layers, that have linear attention. If one block in n has
+            softmax attention, it is the last block of each group of n blocks, as in Qwen3-Next.
         pp: Number of pipeline ranks.
         stages_per_rank: Number of stages per rank.
         v_shaped: Whether the first and the last stage are both on the first rank.
@@ -154,8 +154,7 @@ def blocks_of_ranks(
     if stages > own:
         # This layout is illegal, so any counts will do.
         return (Blocks(-(-layers // pp), 0),) * pp
-    softmax = 1 - min(linear * layers / own, 1)
-    kinds = [int((i + 1) * softmax + 1e-6) == int(i * softmax + 1e-6) for i in range(own)]
+    kinds = [int((i + 1) * (1 - linear) + 1e-6) == int(i * (1 - linear) + 1e-6) for i in range(own)]
     kinds += kinds[-1:] * predictions
     of_ranks, begin = [Blocks(0, 0)] * pp, 0
     counts = counts or balanced(own, stages, ends, ends + predictions * (1 + ends))

@@ -116,7 +116,8 @@ def step_parts(
     z_layers = layers * layer.z + work.micro_batches * layer.z_first
     z_of_ends = head_passes * (ends.z_head + np.where(several, 0.0, ends.z_embedding))
     z = z_layers * traffic.of_z + z_of_ends * traffic.table_of_z
-    logits = block.head + ends.table + np.where(several, 0.0, block.embedding + ends.table)
+    logits = block.head + (1 + work.model.predictions) * ends.table
+    logits = logits + np.where(several, 0.0, block.embedding + ends.table)
     slowdown = _slowdown(work, machine, constants)
     parts = {
         "compute": layers * layer.compute * slowdown,
@@ -238,12 +239,16 @@ def _launch(work: Workload, block: BlockTime, device: Number) -> Number:
 def _ends(work: Workload, machine: Machine, constants: Constants, block: BlockTime, traffic: WeightTraffic) -> _Ends:
     """Return the seconds of head and embedding for one micro-batch, on the pipeline ranks that have the head or the
     embedding."""
-    table = work.model.padded_vocab_size * work.model.hidden_size * _seconds_for_a_weight(work, machine, constants)
-    z_head = exposed_z(work, constants, traffic.table, block.head)
-    shared = np.asarray(work.model.tie_word_embeddings, bool) & (work.layout.pp == 1)
+    model = work.model
+    table = model.padded_vocab_size * model.hidden_size * _seconds_for_a_weight(work, machine, constants)
+    # Each prediction layer gathers the embedding and its own projections.
+    projections = model.projection_weights / (model.padded_vocab_size * model.hidden_size)
+    gathers = 1 + model.predictions + projections
+    z_head = exposed_z(work, constants, gathers * traffic.table, block.head)
+    shared = np.asarray(model.tie_word_embeddings, bool) & (work.layout.pp == 1)
     # No computation hides the gather of the embedding's weight.
     z_embedding = np.where(shared, 0.0, traffic.table)
-    head = block.head + table + block.head_x + block.head_y + z_head
+    head = block.head + (1 + model.predictions) * table + block.head_x + block.head_y + z_head
     return _Ends(head, block.embedding + table + z_embedding, table, z_head, z_embedding)
 
 

@@ -41,11 +41,10 @@ REASONS = (
     "legal",
     *(rule.reason for rule in RULES),
     "offload: the machine file does not say how fast the host's memory is",
-    "prediction layers with tied embeddings need pp = 1",
     "too likely to run out of memory",
 )
 """Reasons to refuse a point (one layout of the search). A point stores the index of the first reason that applies."""
-NO_OFFLOAD, OUT_OF_MEMORY = len(REASONS) - 3, len(REASONS) - 1
+NO_OFFLOAD, OUT_OF_MEMORY = len(REASONS) - 2, len(REASONS) - 1
 CHUNK = 1 << 15
 """Number of points that are evaluated at once, so that their arrays fit into the CPU's cache."""
 
@@ -151,8 +150,6 @@ def rejections(work: Workload, machine: Machine) -> np.ndarray:
     sizes = _sizes(work)
     broken = [rule.broken(sizes) for rule in RULES]
     broken.append(np.asarray(work.layout.offload, bool) & (machine.host == 0))
-    is_tied = np.asarray(work.model.tie_word_embeddings, bool)
-    broken.append(is_tied & (work.model.predictions > 0) & (np.asarray(work.layout.pp) > 1))
     reason = np.zeros(count, dtype=np.uint8)
     for index, mask in reversed(list(enumerate(broken, start=1))):
         reason[np.broadcast_to(mask, reason.shape)] = index
@@ -176,7 +173,7 @@ def _sizes(work: Workload) -> Sizes:
         "shared_inner": model.shared_expert_intermediate_size,
         "latents": math.gcd(*(int(width) for width in (model.q_latent, model.kv_latent, model.shared_key))),
         "linear_heads": model.linear_num_key_heads, "output_gate": model.output_gate,
-        "predictions": model.predictions,
+        "predictions": model.predictions, "tied": model.tie_word_embeddings,
         "x": x, "y": y, "z": z, "dp": dp, "cp": cp, "pp": pp, "ep": layout.ep, "zero": layout.zero,
         # The rules multiply this number by other sizes, and the result can overflow 32 bits.
         "micro_batch": np.asarray(layout.micro_batch_size, np.int64),
