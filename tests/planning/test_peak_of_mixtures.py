@@ -83,7 +83,6 @@ SELDOM: list[Case] = [
     ("llama, two tokens further", 4, {"z": 2, "pp": 2, "schedule": "GPipe"}, "full", 1024, 1, 4, {}),
     ("llama, two tokens further", 4, {"y": 2, "pp": 2}, "none", 1024, 1, 2, {}),
     ("llama, two tokens further", 8, TWO_STAGES, "none", 1024, 1, 2, {}),
-    ("deepseek, one token further", 3, {"z": 2}, "full", 16384, 1, 2, {}),
     ("hybrid", 4, {"dp": 4, "zero": 1}, "full", 512, 2, 2, {}),
     ("hybrid", 4, {"z": 2, "dp": 2, "cp": 2, "zero": 2}, "none", 512, 1, 2, {}),
     ("hybrid", 4, {"y": 2, "cp": 2}, "selective", 512, 2, 2, {"precision": "fp32"}),
