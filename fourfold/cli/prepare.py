@@ -135,8 +135,8 @@ def prepare(
 
 
 def _given(command_line: Context, names: Sequence[str]) -> list[str]:
-    """Return those of the options `names` that the user has given. The result spells them as in the command line: for
-    example --text-key for text_key."""
+    """Return the options in `names` that the user has given. The names in the result are spelled as on the command
+    line. For example, text_key becomes --text-key."""
     given = [name for name in names if command_line.get_parameter_source(name) is not ParameterSource.DEFAULT]
     return [f"--{name.replace('_', '-')}" for name in given]
 

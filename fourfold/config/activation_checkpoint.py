@@ -10,8 +10,8 @@ from fourfold.config.strict import Strict
 
 class ActivationCheckpointConfig(Strict):
     mode: Literal["none", "selective", "full"] = "none"
-    """What the backward pass recomputes: nothing (none), what `modules` lists (selective), or entire blocks
-    (full). `full` saves the most memory and costs about a third more computation."""
+    """What the backward pass recomputes. `none`: nothing. `selective`: what `modules` lists. `full`: entire blocks.
+    `full` saves the most memory and costs about a third more computation."""
     modules: list[Literal["attention", "mlp", "norms", "gathers"]] = Field(["mlp", "norms", "gathers"])
     """With mode = 'selective', what to recompute. `attention`: the computation of attention between the linear
     layers. `mlp`: the MLP's activation function. `norms`: all norms. `gathers`: the inputs of linear layers, which x

@@ -23,7 +23,7 @@ Tokens = NDArray[np.int64]
 LogP = NDArray[np.float64]
 
 BRANCHES = 64
-"""Largest number of tokens by which the search tries to extend each text. It tries the most likely tokens."""
+"""Largest number of next tokens that the search tries for each text. The search tries the most likely tokens."""
 
 
 @dataclass(frozen=True)

@@ -218,6 +218,17 @@ class ModelShape(ArrayFields):
         return 2 * self.predictions * self.prediction_width**2
 
     @property
+    def projections_per_head(self) -> Number:
+        """Return the entries in the projections of all prediction layers, divided by the entries of the head."""
+        return self.projection_weights / (self.padded_vocab_size * self.hidden_size)
+
+    @property
+    def copies_embedding(self) -> Flag:
+        """Return whether the last rank of a pipeline has a copy of the embedding. Prediction layers read this copy, or
+        it is also the head."""
+        return np.asarray(self.tie_word_embeddings, bool) | np.greater(self.predictions, 0)
+
+    @property
     def active_weights(self) -> Number:
         """Return the mean number of weight entries, per block, in the matrices that take part in the matmuls of one
         token."""

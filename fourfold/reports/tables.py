@@ -56,8 +56,8 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def least_width(columns: Mapping[str, Sequence[str]], words: Sequence[str] = ()) -> int:
-    """Return the smallest number of characters per line with which a table needs no line breaks in numbers. Headers and
-    the columns in ``words`` may have line breaks."""
+    """Return the smallest table width, in characters, that breaks no number across lines. Headers and the columns in
+    ``words`` may have line breaks."""
     widths = [(_longest_word if name in words else _unbroken)([name, *cells]) for name, cells in columns.items()]
     return sum(widths) + len(widths) - 1
 
@@ -75,7 +75,7 @@ def _longest(texts: Iterable[str]) -> int:
 
 
 def _unbroken(column: Sequence[str]) -> int:
-    """Return the smallest width with which a column needs no line breaks in numbers. The header (the first cell) and
+    """Return the smallest column width that breaks no number across lines. The header (the first cell) and
     cells with more than ``LONGEST_WORD`` characters may have line breaks between words."""
     return max(
         _longest_word(column[:1]),

@@ -42,14 +42,14 @@ class ChromeTrace:
         return (start - origin) / 1000, (end - origin) / 1000
 
     def operators(self, mark: str) -> list[Span]:
-        """Return the time spans in which the step's thread computed on the CPU. This thread has a profiler range with
+        """Return the time spans of computation on the CPU in the step's thread. This thread has a profiler range with
         the name ``mark``."""
         thread = next(event["tid"] for event in self._events if event["name"] == mark)
         events = (event for event in self._events if event.get("cat") == "cpu_op" and event["tid"] == thread)
         return [_span(event) for event in events if OPERATOR.match(event["name"])]
 
     def kernels(self) -> list[Span]:
-        """Return the time spans in which the GPU computed: the spans of all kernels except NCCL's."""
+        """Return the time spans of all GPU kernels except NCCL's kernels."""
         return [_span(event) for event in self._of_category("kernel") if not _is_nccl(event)]
 
     def nccl_kernels(self, axis_of: Mapping[str, str]) -> list[NamedSpan]:

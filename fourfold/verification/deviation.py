@@ -21,7 +21,7 @@ of the attention keys, which is zero without rounding."""
 
 
 def amplification(run: RunConfig) -> float:
-    """Return the factor (at least 1) by which the loss of a run amplifies the rounding errors of float32.
+    """Return how much the loss of a run amplifies the rounding errors of float32, as a factor of at least 1.
 
     The factor is 1, except in preference training (section [dpo]). The DPO loss subtracts log-probabilities of whole
     answers, which are large numbers, and multiplies the difference by beta.

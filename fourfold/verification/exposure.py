@@ -46,8 +46,8 @@ class Flights:
         self.taken: Counter[Line] = Counter()
         """Sum of the durations of the collectives, by line."""
         self.waited: Counter[Line] = Counter()
-        """Time by which the collectives make the step longer, by line: the step waits for them, or they slow down its
-        computation."""
+        """The time that each line of collectives adds to the step. The step waits for the collectives, or the
+        collectives slow down the step's computation."""
         self._slowed = slowed
         self._matmuls = self._computed = self._now = 0
         self._free: Counter[str] = Counter()

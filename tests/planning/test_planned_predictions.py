@@ -38,13 +38,13 @@ def run_of(model: dict[str, Any], grid: dict[str, Any], layers: int = 8) -> RunC
         {"pp": 4},
         {"pp": 2, "schedule": "Interleaved1F1B", "stages_per_rank": 2},
         {"pp": 2, "schedule": "ZBVZeroBubble"},
-        {"pp": 2, "layers_per_stage": [6, 2]},
+        {"pp": 2, "layers_per_stage": []},
     ],
     ids=str,
 )
 def test_the_last_stage_has_the_prediction_layers(model: dict[str, Any], grid: dict[str, Any], layers: int) -> None:
     if "layers_per_stage" in grid:
-        grid = grid | {"layers_per_stage": [layers - 2, 2]}
+        grid = grid | {"layers_per_stage": [layers - 2, 2]}  # The numbers depend on the number of layers.
     run = run_of(model | TWO, grid, layers)
     stages, kinds = stage_layers(run.model, run.parallel), run.model.type_of
     numbers, linear = [0] * run.parallel.pp, [0] * run.parallel.pp
@@ -86,7 +86,7 @@ def test_the_ranks_store_every_weight_and_the_copy_of_the_embedding(grid: dict[s
 
 
 def test_gathers_over_z_include_the_embedding_and_the_projections() -> None:
-    def seconds(more: dict[str, Any], layers: int) -> float:
+    def planned_z(more: dict[str, Any], layers: int) -> float:
         run = tiny_run(
             {"preset": "llama3-8b", "num_hidden_layers": layers} | more,
             {"z": 8},
@@ -94,8 +94,9 @@ def test_gathers_over_z_include_the_embedding_and_the_projections() -> None:
         )
         return float(step_parts(workload_of(run), load_machine("dgx-h100"), prior_constants())["z"])
 
-    # With few tokens, computation hides almost nothing. Two layers of the same size have no table to gather.
-    assert seconds(TWO, 8) > 1.1 * seconds({}, 10)
+    # The planner computes these times from a machine file. With few tokens, computation hides almost nothing.
+    # Two layers of the same size have no table to gather.
+    assert planned_z(TWO, 8) > 1.1 * planned_z({}, 10)
 
 
 @pytest.mark.parametrize(

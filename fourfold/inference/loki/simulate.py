@@ -32,7 +32,7 @@ class Probe:
     one tensor per call of ``add``, with one value per query and KV head."""
 
     recall: list[Tensor] = field(default_factory=list)
-    """Of the k keys with the largest exact scores, the fraction that was chosen."""
+    """The fraction of the best keys that Loki chose. The best keys are the k keys with the largest exact scores."""
     mass: list[Tensor] = field(default_factory=list)
     """Fraction of the exact softmax that is on the chosen keys, averaged over the query heads of the KV head."""
 

@@ -276,26 +276,22 @@ def _program(measured: MeasuredRow) -> dict[str, Any]:
         return {**shared, "fused": measured.compiled}
     overlap = measured.tp_overlap or traits.tp_overlap
     return {
-        **shared,
-        **_deepspeed(measured, traits),
-        "fused": measured.compiled or traits.flags.fused,
-        "fused_gate": measured.compiled or traits.flags.fused_gate,
+        **shared, **_deepspeed(measured, traits),
+        "fused": measured.compiled or traits.flags.fused, "half_weights": not fsdp,
+        "fused_gate": measured.compiled or traits.flags.fused_gate, "tiled_mlp": measured.tiled == "both",
         "eager_loss": traits.flags.eager_loss and not measured.compiled,
         "keeps_float8_inputs": traits.flags.keeps_float8_inputs and measured.precision in FLOAT8,
         "split_residual": parallel_sequence, "regather": parallel_sequence and traits.flags.regather,
         "overlap_x": overlap != "none", "overlap_forward": overlap == "pieces", "overlap_z": True,
         "overlap_dp": fsdp or (traits.hides_sums and measured.sharding != "none"),
         "weights_kept": measured.sharding in ("zero1", "zero2") or _shares_optimizer(measured),
-        "half_weights": not fsdp,
         "chunk_logits": 1 << 40 if measured.tiled == "none" else Program().chunk_logits,
-        "tiled_mlp": measured.tiled == "both",
+        "recomputes_per_op": measured.recompute_what == "ops", "autocast": measured.autocast,
         "offloads_optimizer": measured.offload in ("optimizer", "both"),
-        "recomputes_per_op": measured.recompute_what == "ops",
         **_chosen_kernels(measured),
         "recomputes_attention": measured.recompute_what != "activations",
-        "recomputes_mlp": measured.recompute_what == "activations",
+        "recomputes_mlp": measured.recompute_what == "activations", "expandable_segments": measured.expandable_segments,
         "recomputes_norms": measured.recompute_what == "activations",
-        "autocast": measured.autocast, "expandable_segments": measured.expandable_segments,
     }  # fmt: skip
 
 

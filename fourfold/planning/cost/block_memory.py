@@ -24,7 +24,7 @@ from fourfold.planning.cost.expert_sizes import (
     weights_of_experts,
     where_experts,
 )  # fmt: skip
-from fourfold.planning.cost.gathered_weights import Tables, freed_by_block, is_replicated, kept_bytes, kept_weights
+from fourfold.planning.cost.gathered_weights import freed_by_block, is_replicated, kept_weights
 from fourfold.planning.cost.head_memory import head_bytes, head_kept_bytes
 from fourfold.planning.cost.linear_attention import has_linear, kinds_of_attention, mean_of_kinds, saved_by_core
 from fourfold.planning.cost.tensor_sizes import copies_heads, log_sum_exp_bytes, mlp_made_again, tensor_bytes
@@ -316,16 +316,6 @@ def kept_by_micro_batch(work: Workload, layers: Number, block: BlockBytes) -> Nu
     """Return the bytes that the ``layers`` blocks of a rank save for the backward pass of a micro-batch."""
     stage = np.where(work.layout.pp > 1, work.program.stage_keeps, 0) * block.full
     return stage + kept_and_in_backward(work, layers, block)[0]
-
-
-def inputs_and_kept_weights(work: Workload, layers: Number, tables: Tables) -> Number:
-    """Return the bytes of the step's inputs, plus the bytes of the weights that a rank with ``layers`` blocks holds
-    between forward and backward pass (``kept_weights``)."""
-    (of_block, of_tables), step = kept_weights(work), work.step
-    inputs = 16 * work.layout.micro_batch_size * step.seq_length * work.micro_batches
-    rotary = 4 * step.seq_length * work.model.head_dim * work.model.rope
-    of_predictions = kept_bytes(work) * tables.for_predictions
-    return inputs + rotary + layers * of_block + tables.is_first * of_tables + of_predictions
 
 
 def kept_and_in_backward(

@@ -324,7 +324,8 @@ def _head(
     work: Workload, rates: Rates, x_group: RankGroup, y_group: RankGroup
 ) -> tuple[Number, Number, Number, Number]:
     """Return four numbers of seconds for both passes: computation, communication over x, and communication over y of
-    head and loss (with those of prediction layers, and their projections), and the total time of the embedding."""
+    head and loss, and the total time of the embedding. The first three numbers include the prediction layers' calls of
+    the head, and their projections."""
     model, layout, step = work.model, work.layout, work.step
     tokens, columns, hidden = work.tokens, model.padded_vocab_size / layout.x, model.hidden_size / layout.y
     matmuls = sum(linear_seconds(tokens, hidden, columns, step.item_bytes, rates, rates.head))
@@ -337,12 +338,12 @@ def _head(
     over_x = gather_seconds(2 * residual, 2, x_group)
     over_y = gather_seconds(2 * step.item_bytes * tokens * columns, 2, y_group)
     embedding = 6 * residual / rates.bandwidth + gather_seconds(2 * residual, 2, x_group)
-    calls, projections = 1 + model.predictions, model.projection_weights / (model.padded_vocab_size * model.hidden_size)
+    calls = 1 + model.predictions
     # Each prediction layer also looks up tokens in the embedding, and sums the outputs of its projections over y.
     over_x = calls * over_x + model.predictions * gather_seconds(2 * residual, 2, x_group)
     summed = gather_seconds(2 * residual * layout.y / layout.x, 2, y_group)
     return (
-        (calls + projections) * matmuls + calls * loss,
+        (calls + model.projections_per_head) * matmuls + calls * loss,
         over_x,
         calls * over_y + model.predictions * summed,
         embedding,

@@ -151,7 +151,6 @@ def exposed_pp(work: Workload, machine: Machine, constants: Constants) -> Number
     exposed = np.where(work.program.overlap_dp & (layout.stages_per_rank > 1), constants.exposed, 1.0)
     sent = 2 * work.micro_batches * layout.stages_per_rank * one * exposed
     table = step.reduce_bytes * model.padded_vocab_size * model.hidden_size / (layout.x * layout.y * layout.shards)
-    copied = np.asarray(model.tie_word_embeddings, bool) | np.greater(model.predictions, 0)
-    shared = copied & ~layout.v_shaped
+    shared = model.copies_embedding & ~layout.v_shaped
     ends = group_of(2, layout.gpus / layout.pp * np.maximum(layout.pp - 1, 1), machine, constants)
     return np.where(layout.pp > 1, sent + np.where(shared, reduce_seconds(table, 1, ends), 0.0), 0.0)

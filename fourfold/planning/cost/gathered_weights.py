@@ -110,6 +110,16 @@ def kept_weights(work: Workload) -> tuple[Number, Number]:
     return entry * work.block_weights + of_experts, entry * tables
 
 
+def inputs_and_kept_weights(work: Workload, layers: Number, tables: Tables) -> Number:
+    """Return the bytes of the step's inputs, plus the bytes of the weights that a rank with ``layers`` blocks holds
+    between forward and backward pass (``kept_weights``)."""
+    (of_block, of_tables), step = kept_weights(work), work.step
+    inputs = 16 * work.layout.micro_batch_size * step.seq_length * work.micro_batches
+    rotary = 4 * step.seq_length * work.model.head_dim * work.model.rope
+    of_predictions = kept_bytes(work) * tables.for_predictions
+    return inputs + rotary + layers * of_block + tables.is_first * of_tables + of_predictions
+
+
 class GatheredWeights(NamedTuple):
     """Bytes of gathered weights or of 16-bit copies on a rank.
 

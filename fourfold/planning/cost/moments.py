@@ -13,7 +13,6 @@ from fourfold.planning.array_fields import Flag, Number
 from fourfold.planning.cost.block_memory import (
     BlockBytes,
     Gradients,
-    inputs_and_kept_weights,
     kept_and_in_backward,
     kept_by_micro_batch,
 )
@@ -23,6 +22,7 @@ from fourfold.planning.cost.gathered_weights import (
     Tables,
     first_block,
     gathered_weights,
+    inputs_and_kept_weights,
     is_freed_after_use,
     is_replicated,
     is_resharded,

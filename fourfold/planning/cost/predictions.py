@@ -28,12 +28,13 @@ def with_predictions(work: Workload, block: BlockBytes, tables: Tables) -> Block
 def received_copy(work: Workload, tables: Tables) -> Number:
     """Return the bytes of the embedding's gradient that the rank receives after the last backward pass.
 
-    The last rank of a pipeline has a copy of the embedding if prediction layers read the embedding, or if the embedding
-    is also the head. The first and the last rank then send each other the gradient of their copy.
+    If the last rank of a pipeline has a copy of the embedding (``ModelShape.copies_embedding``), the first and the last
+    rank send each other their gradients of the embedding.
     """
-    model, layout, step = work.model, work.layout, work.step
-    has_copies = np.asarray(model.tie_word_embeddings, bool) | np.greater(model.predictions, 0)
+    layout, step = work.layout, work.step
     are_apart = (layout.pp > 1) & ~np.asarray(layout.v_shaped, bool)
     is_end = (tables.is_first | tables.is_last) & np.asarray(work.program.is_fourfold, bool)
     entries = np.maximum(tables.embedding, tables.head) / layout.shards
-    return np.where(has_copies & are_apart & is_end, entries * np.maximum(step.reduce_bytes, step.weight_bytes), 0)
+    return np.where(
+        work.model.copies_embedding & are_apart & is_end, entries * np.maximum(step.reduce_bytes, step.weight_bytes), 0
+    )

@@ -242,8 +242,7 @@ def _ends(work: Workload, machine: Machine, constants: Constants, block: BlockTi
     model = work.model
     table = model.padded_vocab_size * model.hidden_size * _seconds_for_a_weight(work, machine, constants)
     # Each prediction layer gathers the embedding and its own projections.
-    projections = model.projection_weights / (model.padded_vocab_size * model.hidden_size)
-    gathers = 1 + model.predictions + projections
+    gathers = 1 + model.predictions + model.projections_per_head
     z_head = exposed_z(work, constants, gathers * traffic.table, block.head)
     shared = np.asarray(model.tie_word_embeddings, bool) & (work.layout.pp == 1)
     # No computation hides the gather of the embedding's weight.

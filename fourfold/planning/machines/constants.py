@@ -73,5 +73,6 @@ def prior_constants() -> Constants:
 
 
 def moved(constants: Constants, logs: np.ndarray) -> Constants:
-    """Return a copy in which each constant is multiplied by exp of its entry in ``logs``, an array [..., constants]."""
+    """Return a copy of the constants. Multiply each constant by exp(its entry in ``logs``). The last dim of ``logs``
+    has one entry per constant."""
     return replace(constants, **{name: getattr(constants, name) * np.exp(logs[..., i]) for i, name in enumerate(NAMES)})

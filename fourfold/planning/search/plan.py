@@ -95,21 +95,16 @@ class Prediction:
                 **({"stages_per_rank": stages_per_rank} if stages_per_rank > 1 else {}),
                 **({"cp_method": cp_method} if layout.cp > 1 and layout.cp_method > 0 else {}),
             },
-            "micro_batch_size": int(layout.micro_batch_size),
-            "batch_parts": int(work.active_parts),
+            "micro_batch_size": int(layout.micro_batch_size), "batch_parts": int(work.active_parts),
             "gradient_accumulation_steps": int(work.micro_batches),
             "activation_checkpoint": RECOMPUTE[int(layout.recompute)],
             "activation_checkpoint_every": int(layout.recompute_every),
             "activation_checkpoint_offload": bool(layout.offload),
-            "step_seconds": self.seconds,
-            "memory_bytes": int(self.memory_bytes),
-            "p_out_of_memory": self.p_oom,
-            "mfu": self.utilization(work.model_flops()),
-            "hfu": self.utilization(work.hardware_flops()),
-            "tokens_per_second_per_gpu": self.tokens_per_second / self.gpus,
-            "parts": self.parts,
+            "step_seconds": self.seconds, "memory_bytes": int(self.memory_bytes), "p_out_of_memory": self.p_oom,
+            "mfu": self.utilization(work.model_flops()), "hfu": self.utilization(work.hardware_flops()),
+            "tokens_per_second_per_gpu": self.tokens_per_second / self.gpus, "parts": self.parts,
             "stages": [{"stage": n, **stage} for n, stage in zip(self.stage_numbers, self.stages, strict=True)],
-        }
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
